@@ -1,0 +1,1 @@
+"""vime: reinforcement-learning post-training of language models on SLURM clusters."""

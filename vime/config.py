@@ -1,0 +1,368 @@
+"""The typed configuration of one run: what a recipe and a cluster file may say.
+
+Every field is documented by the string under it; `python launch.py --help recipe.rollout` prints those strings. The
+models check themselves when they are made, so that a configuration that exists is one that can be planned. Reading
+files, overrides and error lines are `vime.compose`'s work.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _import_path(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError(f"{value!r} is not an import path; write it as module:function")
+    return value
+
+
+ImportPath = Annotated[str, BeforeValidator(_import_path)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys refused, documented by the strings under its fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Cluster(Section):
+    """What a cluster is. `local` runs every role as a process of this machine."""
+
+    name: str
+    """Name shown in plans and reports."""
+    scheduler: Literal["local", "slurm"] = "local"
+    """Who starts the job: this machine's process table, or SLURM."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the trainer ranks and the engines compute on."""
+    host: str = "127.0.0.1"
+    """Local only: the address that every server of the run binds to."""
+    interface: str = "lo"
+    """Network interface of gloo and NCCL traffic."""
+    environment: dict[str, str] = {}
+    """Variables set for every role."""
+    startup_timeout: float = Field(600.0, gt=0)
+    """Seconds a role may take to become ready."""
+    stop_timeout: float = Field(5.0, gt=0)
+    """Seconds the roles get to stop by themselves before they are killed."""
+
+
+class TinyModel(Section):
+    """A model that vime makes for tests and first runs, instead of one that was downloaded."""
+
+    family: Literal["qwen3"] = "qwen3"
+    """Model family; also the `model_type` of its Hugging Face configuration."""
+    layers: int = Field(4, ge=1)
+    """Transformer layers."""
+    hidden: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    heads: int = Field(4, ge=1)
+    """Query heads."""
+    kv_heads: int = Field(2, ge=1)
+    """Key-value heads (query groups)."""
+    head_dim: int = Field(32, ge=4)
+    """Width of one head."""
+    ffn: int = Field(384, ge=8)
+    """Width of the gated feed-forward layer."""
+    context: int = Field(512, ge=16)
+    """Longest sequence, in tokens."""
+    tied_embeddings: bool = True
+    """Whether the output layer shares the embedding's weight."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    seed: int = 0
+    """Seed of the initial weights."""
+
+
+class Model(Section):
+    """Where the initial policy comes from: a Hugging Face folder, or a tiny model made here."""
+
+    path: Path | None = None
+    """A Hugging Face folder of a supported family (config, tokenizer, safetensors)."""
+    tiny: TinyModel | None = None
+    """The tiny model to make when there is no `path`."""
+    warmup: str | None = None
+    """Name or path of an `sft` recipe that trains the tiny model first. Its result is cached under VIME_CACHE."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Model:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of model.path and model.tiny")
+        if self.warmup is not None and self.tiny is None:
+            raise ValueError("model.warmup trains a tiny model; it cannot go with model.path")
+        return self
+
+
+class Data(Section):
+    """Prompts, how they become token ids, and how an answer is scored."""
+
+    source: Literal["reasoning_gym", "jsonl"] | ImportPath = "reasoning_gym"
+    """Prompt source: a reasoning_gym task, a JSONL file, or module:function."""
+    task: str = "chain_sum"
+    """reasoning_gym: the task's name."""
+    task_args: dict[str, Any] = {}
+    """reasoning_gym: the task's configuration, passed on unchanged."""
+    size: int = Field(10_000, ge=1)
+    """reasoning_gym: how many problems to draw before the held-out ones are set aside."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of the problems (by a hash of the question) that is never trained on and is used for evaluation."""
+    path: Path | None = None
+    """jsonl: file of training records, one JSON object a line."""
+    eval_path: Path | None = None
+    """jsonl: file of evaluation records. Without it the held-out share of `path` is used."""
+    prompt_key: str = "prompt"
+    """jsonl: key of the prompt, a string or a list of chat messages."""
+    answer_key: str = "answer"
+    """jsonl: key of the reference answer."""
+    format: Literal["chat", "text"] | ImportPath = "chat"
+    """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function."""
+    add_bos: bool = False
+    """text only: put the tokenizer's beginning-of-sequence token in front. A chat template decides by itself."""
+    reward: Literal["task", "math_verify", "exact"] | ImportPath = "task"
+    """Scorer: reasoning_gym's own, math_verify against the answer, exact match, or module:function."""
+    reward_key: str | None = None
+    """Which entry is the reward when the scorer returns a dict."""
+    shuffle: bool = True
+    """Shuffle the prompts anew in each epoch (seeded by run.seed)."""
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Data:
+        if self.source == "jsonl" and self.path is None:
+            raise ValueError("data.source is jsonl, so data.path must name a file")
+        if self.source != "reasoning_gym" and self.reward == "task":
+            raise ValueError("data.reward=task is reasoning_gym's scorer; with another source use math_verify, exact or module:function")
+        return self
+
+
+class Algorithm(Section):
+    """The update rule."""
+
+    name: Literal["grpo", "sft"] = "grpo"
+    """grpo: group-relative policy optimisation. sft: supervised fine-tuning on demonstrations, without engines."""
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(0.28, ge=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the initial policy in the loss. 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer updates made from one batch. With more than one, old logprobs are those before the first."""
+
+
+class Demonstrations(Section):
+    """sft only: the texts to imitate, made from the prompt source's own answers."""
+
+    wrong_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the demonstrations that carry a near but wrong answer, so that a policy is left to improve."""
+    wrong_within: int = Field(3, ge=1)
+    """A wrong integer answer differs by at most this much."""
+    seed: int = 0
+    """Seed of which demonstrations are wrong and how."""
+
+
+class Rollout(Section):
+    """Generation: the engines and what is asked of them."""
+
+    engines: int = Field(1, ge=0)
+    """vLLM servers. 0 only with algorithm.name=sft."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs (or CPU processes) of one engine."""
+    dtype: Dtype = "bfloat16"
+    """Number format of the engines' weights and activations."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts of one training step."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses to each prompt: the group size."""
+    max_response_tokens: int = Field(8192, ge=1)
+    """Longest response; clamped so that prompt and response fit `context`."""
+    context: int | None = Field(None, ge=2)
+    """Longest prompt plus response, in tokens. Default: the model's own limit."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. Logprobs are those of the scaled distribution on both sides."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the trainer's logprobs are not those that were sampled from: refused for training."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response, besides the model's end-of-sequence token."""
+    seeded: bool = True
+    """Seed each request from run.seed, the prompt and the sample, so that a run can be repeated."""
+    concurrency: int = Field(256, ge=1)
+    """Prompts in flight at once."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds one request may take."""
+    tries: int = Field(3, ge=1)
+    """Attempts at a sample whose request or reward fails, before it is dropped and counted."""
+    reward_timeout: float = Field(60.0, gt=0)
+    """Seconds one call of the reward function may take."""
+    memory_fraction: float = Field(0.9, gt=0, lt=1)
+    """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """CPU only: memory of the KV cache in GiB."""
+    max_restarts: int = Field(2, ge=0)
+    """Restarts of one engine before its end is the run's failure."""
+    engine_args: dict[str, Any] = {}
+    """Further vLLM server arguments by their long name, such as {max_num_seqs: 128}."""
+
+
+class Buffer(Section):
+    """The bridge between the speeds of generation and training."""
+
+    max_staleness: int = Field(0, ge=0)
+    """How many versions a batch may lag behind the policy it trains. 0 is strictly on-policy."""
+    max_bytes: int = Field(1 << 34, ge=1 << 20)
+    """Unconsumed data at which the generator waits."""
+    groups_per_chunk: int = Field(8, ge=1)
+    """Prompt groups in one chunk file."""
+    wait_timeout: float = Field(1800.0, gt=0)
+    """Seconds a trainer waits for a batch, or the generator for a new version."""
+    file_timeout: float = Field(60.0, gt=0)
+    """Seconds an announced file may take to show on this node (NFS)."""
+
+
+class Training(Section):
+    """The trainer ranks."""
+
+    ranks: int = Field(2, ge=1)
+    """Megatron ranks: one a GPU, or one process each on a CPU."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Stages that the layers are divided over."""
+    sequence_parallel: bool = False
+    """Shard the activations between tensor-parallel regions along the sequence."""
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of the run."""
+    dtype: Dtype = "bfloat16"
+    """Number format of weights and activations; master weights and gradients are float32."""
+    max_tokens_per_microbatch: int = Field(16384, ge=16)
+    """Most tokens packed into one forward pass of one rank."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits exist at once when logprobs are computed."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    min_learning_rate: float = Field(0.0, ge=0)
+    """Learning rate at the end when `schedule` is cosine or linear."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's first-moment decay."""
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    """Adam's second-moment decay."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+    save_interval: int = Field(0, ge=0)
+    """Save a checkpoint every so many steps, and at the end. 0 saves none."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest complete checkpoints kept."""
+    export: bool = True
+    """Write the final policy as a Hugging Face folder."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds a collective may wait for another rank."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Model replicas: ranks / (tensor_parallel * pipeline_parallel)."""
+        return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> Training:
+        width = self.tensor_parallel * self.pipeline_parallel
+        if self.ranks % width:
+            raise ValueError(
+                f"training.ranks={self.ranks} is not a multiple of tensor_parallel x pipeline_parallel ="
+                f" {self.tensor_parallel} x {self.pipeline_parallel} = {width}"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("training.sequence_parallel needs training.tensor_parallel above 1")
+        return self
+
+
+class Weights(Section):
+    """How new weights reach the engines, and the proof that they arrived."""
+
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """vLLM weight-transfer backend: nccl on GPUs, gloo on CPUs."""
+    verify: bool = True
+    """Compare each engine's logprobs of a probe sequence with the trainer's after every update."""
+    tolerance: float = Field(1e-4, gt=0)
+    """Largest mean |difference| of those logprobs. About 1e-4 in float32, 0.05 when a side computes in bfloat16."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds one update of all engines may take."""
+
+
+class Evaluation(Section):
+    """Held-out evaluation on the same engines."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate every so many versions; the first and the last are always evaluated unless `prompts` is 0."""
+    prompts: int = Field(0, ge=0)
+    """Held-out prompts. 0 evaluates never."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+
+class Run(Section):
+    """Where a run lives and what it is called."""
+
+    root: Path = Path("runs")
+    """Folder of run directories, on the shared filesystem."""
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the run directory. Default: recipe, time and a random suffix."""
+    seed: int = 1234
+    """Seed of prompt order, sampling and training."""
+
+
+class Config(Section):
+    """One run, whole."""
+
+    recipe: str
+    """Name of the recipe."""
+    cluster: Cluster
+    model: Model
+    data: Data = Data()
+    demonstrations: Demonstrations = Demonstrations()
+    algorithm: Algorithm = Algorithm()
+    rollout: Rollout = Rollout()
+    buffer: Buffer = Buffer()
+    training: Training = Training()
+    weights: Weights = Weights()
+    evaluation: Evaluation = Evaluation()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Config:
+        if (self.rollout.engines == 0) != (self.algorithm.name == "sft"):
+            raise ValueError("rollout.engines is 0 with algorithm.name=sft, and only then")
+        if self.rollout.top_p < 1 and self.algorithm.name != "sft":
+            raise ValueError(f"rollout.top_p={self.rollout.top_p} biases the policy gradient: only 1 is supported for training")
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if samples < self.training.data_parallel:
+            raise ValueError(
+                f"a step has {self.rollout.prompts_per_step} x {self.rollout.samples_per_prompt} = {samples} samples,"
+                f" fewer than training's {self.training.data_parallel} data-parallel ranks"
+            )
+        if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
+            raise ValueError("grpo compares responses of one prompt: rollout.samples_per_prompt must be at least 2")
+        if self.weights.backend == "nccl" and self.cluster.device == "cpu":
+            raise ValueError("weights.backend=nccl needs cluster.device=cuda; on a CPU use gloo")
+        return self
