@@ -1,0 +1,232 @@
+"""A run's folder: where everything of a run lies, and how its small files are written and read.
+
+A status file is replaced whole, events and metrics are appended a line at a time, so that a reader at any moment sees
+either the old or the new, and at worst a last line that is torn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vime.errors import UserError
+from vime.role import Role
+
+State = Literal["pending", "running", "requeued", "completed", "failed", "cancelled", "timeout"]
+TERMINAL: frozenset[State] = frozenset({"completed", "failed", "cancelled", "timeout"})
+
+
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC with milliseconds: 2026-11-29T19:43:08.123Z."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first role that ended as it should not, and the last lines it wrote."""
+
+    role: str
+    rank: int
+    node: str
+    exit_code: int | None
+    """None when a signal ended it, or when nobody could learn the code."""
+    signal: str | None
+    """Name such as SIGKILL."""
+    time: str
+    log: str
+    """Path of its log."""
+    tail: list[str]
+    """Last lines of that log."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `status.json` says of a run."""
+
+    state: State
+    attempt: int = 1
+    step: int = 0
+    """Optimizer steps done."""
+    started: str | None = None
+    ended: str | None = None
+    failure: Failure | None = None
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the run has ended for good."""
+        return self.state in TERMINAL
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str | None, recipe: str) -> RunDir:
+        """Make the folder, exclusively and readable by its owner only.
+
+        The default name is <recipe>-<UTC time>-<4 hex digits>. Raises UserError when a folder of the given name exists or
+        `root` cannot be written.
+        """
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.root={root} cannot be made: {error.strerror}") from error
+        for _ in range(100):
+            time = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            path = (root / (name or f"{recipe}-{time}-{secrets.token_hex(2)}")).absolute()
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                if name is not None:
+                    raise UserError(f"run.name={name}: {path} exists already; give another name or none") from None
+                continue
+            except OSError as error:
+                raise UserError(f"run.root={root} cannot be written: {error.strerror}") from error
+            return cls(path)
+        raise UserError(f"run.root={root}: no free name for a run of {recipe} in 100 tries")
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Roles -> nodes -> GPUs -> ranks."""
+        return self.path / "plan.json"
+
+    @property
+    def submission(self) -> Path:
+        """Exactly what was submitted."""
+        return self.path / "submission.sbatch"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own folder: the pickled job, its output and its result."""
+        return self.path / "submitit"
+
+    @property
+    def status(self) -> Path:
+        """State, attempt, step and first failure."""
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One object a training step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One object a lifecycle event of any role."""
+        return self.path / "events.jsonl"
+
+    @property
+    def buffer(self) -> Path:
+        """Chunks and batch manifests."""
+        return self.path / "buffer"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folders step_<n>."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """Hugging Face folders step_<n>."""
+        return self.path / "export"
+
+    @property
+    def logs(self) -> Path:
+        """Folders attempt_<n> and the link `latest`."""
+        return self.path / "logs"
+
+    def log(self, role: str, rank: int, attempt: int) -> Path:
+        """Where everything that one process of one attempt printed lies."""
+        return self.logs / f"attempt_{attempt}" / f"{role}-{rank}.log"
+
+    def append_event(self, role: Role, event: str, **details: Any) -> None:
+        """Add one lifecycle event of `role`; `details` are JSON values."""
+        origin = {"attempt": role.attempt, "role": role.name, "rank": role.rank, "node": socket.gethostname()}
+        _append_line(self.events, {"time": utc_now(), **origin, "event": event, **details})
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add one training step's metrics. Written by trainer rank 0 only."""
+        _append_line(self.metrics, metrics)
+
+    def read_status(self) -> Status:
+        """Read status.json. Raises UserError when there is none or it does not read as one."""
+        try:
+            value = json.loads(self.status.read_bytes())
+            return _status_from(value)
+        except FileNotFoundError:
+            raise UserError(f"{self.path} is not a run directory: it has no status.json") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self.status} does not read as a status: {error}") from error
+
+    def write_status(self, status: Status) -> None:
+        """Replace status.json."""
+        write_atomic(self.status, json.dumps(asdict(status), indent=2) + "\n")
+
+
+def last_step(metrics: Path) -> int:
+    """The `step` of the last whole line of a metrics file; 0 when there is none. Reads at most the last 64 KiB."""
+    try:
+        with open(metrics, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 16)))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return 0
+
+
+def _append_line(path: Path, value: Mapping[str, Any]) -> None:
+    # One write to a file opened with O_APPEND: lines of several processes on one host do not mix.
+    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        written = os.write(descriptor, line)
+        if written != len(line):
+            raise OSError(f"{path}: wrote {written} of {len(line)} bytes of a line")
+    finally:
+        os.close(descriptor)
+
+
+def _status_from(value: Mapping[str, Any]) -> Status:
+    if value["state"] not in get_args(State):
+        raise ValueError(f"unknown state {value['state']!r}")
+    known = {field.name: value[field.name] for field in fields(Status) if field.name in value}
+    failure = known.get("failure")
+    if failure is not None:
+        known["failure"] = Failure(**{field.name: failure[field.name] for field in fields(Failure)})
+    return Status(**known)
