@@ -1,0 +1,303 @@
+"""The control plane: small JSON facts that roles tell each other through the run's TCPStore.
+
+The supervisor hosts the store (`Control.serve`); every other role is a client of it (`Control.connect`). Nothing here
+is pickled, and what is read is validated before it is used. A wait blocks in the server, so it costs nothing while it
+lasts and ends as soon as the value is there.
+
+One connection does one thing at a time: while a thread waits in `get`, `next_message`, `wait_version` or
+`wait_consumed`, every other call on the same `Control` waits behind it, and Python runs no signal handler of that
+thread. A second thread therefore uses its own connection, from `Control.clone()`; asyncio code calls the waits through
+`asyncio.to_thread` on a clone that is only used there.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from vime.buffer.errors import BadMessage, ControlLost
+from vime.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import PrefixStore
+
+    from vime.role import Role
+
+BACKLOG = 4096
+"""Connections that may be waiting to be accepted: every rank of a large run connects in the same second."""
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class EngineAddress(_Value):
+    """Where one engine answers. `incarnation` counts its restarts from 0."""
+
+    index: int = Field(ge=0)
+    url: str
+    world_size: int = Field(ge=1)
+    incarnation: int = Field(ge=0)
+
+
+class BatchMessage(_Value):
+    """The generator announces the batch of one step: `manifest` is its file name, of `bytes` bytes."""
+
+    kind: Literal["batch"] = "batch"
+    step: int = Field(ge=1)
+    manifest: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    bytes: int = Field(ge=1)
+
+
+class EngineMessage(_Value):
+    """A restarted engine waits for the current weights."""
+
+    kind: Literal["engine"] = "engine"
+    index: int = Field(ge=0)
+    incarnation: int = Field(ge=0)
+
+
+class StopMessage(_Value):
+    """The supervisor asks the trainer to stop after the step that it is in, with a checkpoint or without."""
+
+    kind: Literal["stop"] = "stop"
+    save: bool
+    reason: str
+
+
+Message = Annotated[BatchMessage | EngineMessage | StopMessage, Field(discriminator="kind")]
+_MESSAGE: TypeAdapter[BatchMessage | EngineMessage | StopMessage] = TypeAdapter(Message)
+_T = TypeVar("_T")
+
+
+class Control:
+    """One connection to the run's store, in the name space of one attempt.
+
+    Every method raises `ControlLost` when the store has ended, and `BadMessage` when a value has the wrong shape.
+    """
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+
+    @classmethod
+    def serve(cls, host: str, attempt: int) -> tuple[Control, int]:
+        """Host the store on a free port of `host`, and on no other address of this machine.
+
+        Returns a connection to it and the port. The store lives as long as this `Control`.
+        """
+        from torch.distributed import PrefixStore, TCPStore
+
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        port: int = listener.getsockname()[1]
+        # The store takes over the descriptor: bound by us, so it listens on `host` only and on a port that was never
+        # free in between. Left to itself it listens on every interface.
+        server = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_delta(60)
+        )
+        return cls(PrefixStore(_prefix(attempt), server)), port
+
+    @classmethod
+    def connect(cls, role: Role, timeout: float) -> Control:
+        """Join the store that `role` names, waiting for it at most `timeout` seconds.
+
+        The same bound holds for the requests of process groups that are built on `store`.
+        """
+        from torch.distributed import DistError, PrefixStore, TCPStore
+
+        try:
+            client = TCPStore(role.store_host, role.store_port, wait_for_workers=False, timeout=_delta(timeout))
+        except DistError as error:
+            where = f"{role.store_host}:{role.store_port}"
+            raise WaitTimeout(f"waited {timeout:g} s for the run's store at {where}: {error}") from error
+        return cls(PrefixStore(_prefix(role.attempt), client))
+
+    def clone(self) -> Control:
+        """A second connection to the same store, for another thread."""
+        with _reporting():
+            return Control(self._store.clone())  # type: ignore[arg-type]
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store below, for `torch.distributed.init_process_group` (through a `PrefixStore` of its own)."""
+        return self._store
+
+    # Values
+
+    def put(self, key: str, value: Any) -> None:
+        """Set `key` to a JSON value (no NaN: it is not JSON)."""
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        with _reporting():
+            self._store.set(key, text)
+
+    def get(self, key: str, timeout: float, what: str) -> Any:
+        """The value of `key`, waiting for it at most `timeout` seconds; then `WaitTimeout` naming `what`."""
+        self._wait(key, timeout, what)
+        return self._read(key)
+
+    def try_get(self, key: str) -> Any | None:
+        """The value of `key`, or None when nobody has set it yet."""
+        with _reporting():
+            present = self._store.check([key])
+        return self._read(key) if present else None
+
+    # Addresses
+
+    def publish_engine(self, address: EngineAddress) -> None:
+        """Say where an engine answers; a restarted engine replaces its earlier address."""
+        self.put(f"engine/{address.index}", address.model_dump())
+
+    def engine(self, index: int, timeout: float) -> EngineAddress:
+        """Where engine `index` answers now."""
+        key = f"engine/{index}"
+        return _checked(key, EngineAddress, self.get(key, timeout, f"engine {index} to become ready"))
+
+    def publish_router(self, url: str) -> None:
+        """Say where the router answers."""
+        self.put("router", url)
+
+    def router(self, timeout: float) -> str:
+        """The router's URL."""
+        return _checked("router", str, self.get("router", timeout, "the router to become ready"))
+
+    # Progress
+
+    def publish_version(self, version: int) -> None:
+        """The engines serve policy `version` from now on. One role publishes; versions only grow."""
+        self._advance("version", version)
+
+    def version(self) -> int | None:
+        """The policy version that the engines serve, or None before the first."""
+        return self._reached("version")
+
+    def wait_version(self, at_least: int, timeout: float) -> int:
+        """Wait until a version of `at_least` is served; returns the newest."""
+        return self._reach("version", at_least, timeout, f"policy version {at_least} from the trainer")
+
+    def publish_consumed(self, step: int) -> None:
+        """The batches up to `step` are trained and will not be read again. Published by trainer rank 0."""
+        self._advance("consumed", step)
+
+    def consumed(self) -> int | None:
+        """The last step whose batch is trained, or None before the first."""
+        return self._reached("consumed")
+
+    def wait_consumed(self, at_least: int, timeout: float, what: str) -> int:
+        """Wait until the batch of step `at_least` is trained; returns the newest such step."""
+        return self._reach("consumed", at_least, timeout, what)
+
+    # The trainer's inbox
+
+    def post(self, message: Message | dict[str, Any]) -> int:
+        """Append a message to the trainer's inbox; returns its position, from 0."""
+        checked = _checked("inbox", _MESSAGE, message)
+        with _reporting():
+            position = self._store.add("inbox/posted", 1) - 1
+        self.put(f"inbox/{position}", checked.model_dump())
+        return position
+
+    def next_message(self, position: int, timeout: float, what: str) -> BatchMessage | EngineMessage | StopMessage:
+        """Message `position` of the inbox (from 0), waiting for it at most `timeout` seconds."""
+        key = f"inbox/{position}"
+        return _checked(key, _MESSAGE, self.get(key, timeout, what))
+
+    def posted(self) -> int:
+        """How many messages have been posted; the newest may still be on its way."""
+        with _reporting():
+            return self._store.add("inbox/posted", 0)
+
+    # Heartbeats
+
+    def beat(self, role: str, rank: int) -> None:
+        """Say that rank `rank` of `role` is alive."""
+        self.put(f"beat/{role}/{rank}", time.time())
+
+    def last_beat(self, role: str, rank: int) -> float | None:
+        """Unix time of the last beat by the clock of that role's node: look for a change, not for an age."""
+        key = f"beat/{role}/{rank}"
+        value = self.try_get(key)
+        return None if value is None else _checked(key, float, value)
+
+    # A number that only grows. `name` holds the newest, and there is one key `name/<n>` a value, because a wait can
+    # only be for a key to exist. The newest is set first: who waited for `name/<n>` must not read an older one.
+
+    def _advance(self, name: str, value: int) -> None:
+        previous = self._reached(name)
+        if previous is not None and value < previous:
+            raise ValueError(f"{name} cannot go back from {previous} to {value}")
+        self.put(name, value)
+        for step in range(value if previous is None else previous + 1, value + 1):
+            self.put(f"{name}/{step}", True)
+
+    def _reached(self, name: str) -> int | None:
+        value = self.try_get(name)
+        return None if value is None else _checked(name, int, value)
+
+    def _reach(self, name: str, at_least: int, timeout: float, what: str) -> int:
+        deadline = time.monotonic() + timeout
+        newest = _checked(name, int, self.get(name, timeout, what))
+        if newest >= at_least:
+            return newest
+        # Only the first value published may lie above values that have no key; it was below, so the key will come.
+        self._wait(f"{name}/{at_least}", max(deadline - time.monotonic(), 0.0), what, said=timeout)
+        return _checked(name, int, self._read(name))
+
+    def _wait(self, key: str, timeout: float, what: str, said: float | None = None) -> None:
+        from torch.distributed import DistStoreError
+
+        try:
+            with _reporting():
+                # A wait of zero milliseconds would mean the store's own default.
+                self._store.wait([key], _delta(max(timeout, 0.001)))
+        except DistStoreError as error:
+            raise WaitTimeout(f"waited {timeout if said is None else said:g} s for {what}") from error
+
+    def _read(self, key: str) -> Any:
+        with _reporting():
+            raw = self._store.get(key)
+        try:
+            return json.loads(raw)
+        except ValueError as error:
+            raise BadMessage(f"the store's {key} is not JSON: {raw[:80]!r}") from error
+
+
+def _checked(key: str, shape: type[_T] | TypeAdapter[_T], value: Any) -> _T:
+    adapter = shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise BadMessage(f"the store's {key} has the wrong shape: {place or 'value'}: {problem['msg']}") from error
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    from torch.distributed import DistNetworkError
+
+    try:
+        yield
+    except DistNetworkError as error:
+        raise ControlLost(f"the run's store does not answer any more: {error}") from error
+
+
+def _delta(seconds: float) -> timedelta:
+    return timedelta(milliseconds=max(1, round(seconds * 1000)))
+
+
+def _prefix(attempt: int) -> str:
+    return f"attempt_{attempt}"
