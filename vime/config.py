@@ -107,6 +107,8 @@ class Data(Section):
     """reasoning_gym: the task's name."""
     task_args: dict[str, Any] = {}
     """reasoning_gym: the task's configuration, passed on unchanged."""
+    template: str = "{question}"
+    """reasoning_gym: the prompt's text, from the problem's `question` and its metadata, such as "{expression} ="."""
     size: int = Field(10_000, ge=1)
     """reasoning_gym: how many problems to draw before the held-out ones are set aside."""
     held_out: float = Field(0.1, gt=0, lt=1)
@@ -156,8 +158,6 @@ class Algorithm(Section):
     """Estimator of that divergence."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
-    updates_per_batch: int = Field(1, ge=1)
-    """Optimizer updates made from one batch. With more than one, old logprobs are those before the first."""
 
 
 class Demonstrations(Section):

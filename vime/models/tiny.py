@@ -1,0 +1,62 @@
+"""Makes a tiny model folder: random weights, a byte tokenizer, a short chat template.
+
+The folder is an ordinary Hugging Face one, so that everything that reads a downloaded model reads this one too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vime.config import TinyModel
+
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL = (PAD, USER, ASSISTANT, END, *(f"<|reserved_{i}|>" for i in range(4)))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tiny(tiny: TinyModel, folder: Path) -> None:
+    """Write config.json, tokenizer and safetensors of a tiny model into `folder`. The same `tiny` gives the same bytes.
+
+    The tokenizer maps each byte to one token (256 ids, then 8 special ones), so that any text has ids and no id is two
+    texts.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, model_max_length=tiny.context, clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=tiny.hidden,
+        intermediate_size=tiny.ffn,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        head_dim=tiny.head_dim,
+        max_position_embeddings=tiny.context,
+        tie_word_embeddings=tiny.tied_embeddings,
+        initializer_range=tiny.initializer_range,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tiny.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = fast.eos_token_id
+    model.save_pretrained(folder)

@@ -1,0 +1,88 @@
+"""How one Megatron parameter corresponds to Hugging Face tensors.
+
+A tensor-parallel rank holds a part of each Hugging Face tensor: an equal share along one axis, or all of it. `join`
+builds the rank's Megatron parameter from those parts and `split` is its inverse, so the same few lines serve loading
+(each rank reads only its parts) and export (parts are gathered along the axis). Both are exact: they only move values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Parts = Sequence[Tensor]
+
+
+def _same(parts: Parts) -> Tensor:
+    (part,) = parts
+    return part
+
+
+def _alone(local: Tensor) -> list[Tensor]:
+    return [local]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron parameter.
+
+    megatron: parameter name inside its model chunk, with the layer's index local to the pipeline stage.
+    hf: names of the Hugging Face tensors it is made of.
+    axis: axis along which each of those is divided over tensor-parallel ranks; None when every rank holds all of it.
+    join: parts of the `hf` tensors, in order -> the rank's Megatron tensor.
+    split: the inverse of join.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    axis: int | None = None
+    join: Callable[[Parts], Tensor] = _same
+    split: Callable[[Tensor], list[Tensor]] = _alone
+
+
+def join_rows(parts: Parts) -> Tensor:
+    """Parts below each other: [a, h], [b, h] -> [a + b, h]."""
+    return torch.cat(list(parts), dim=0)
+
+
+def split_halves(local: Tensor) -> list[Tensor]:
+    """The inverse of `join_rows` for two equal parts (gate and up projection)."""
+    return list(local.chunk(2, dim=0))
+
+
+def join_qkv(head_dim: int, queries_per_group: int) -> Callable[[Parts], Tensor]:
+    """Query, key and value rows -> Megatron's order: group by group, its queries, then its key, then its value.
+
+    Parts are [groups * queries_per_group * head_dim, ...] and twice [groups * head_dim, ...]; weights and biases alike.
+    """
+
+    def join(parts: Parts) -> Tensor:
+        query, key, value = parts
+        rest = query.shape[1:]
+        groups = key.shape[0] // head_dim
+        stacked = torch.cat(
+            [
+                query.reshape(groups, queries_per_group * head_dim, *rest),
+                key.reshape(groups, head_dim, *rest),
+                value.reshape(groups, head_dim, *rest),
+            ],
+            dim=1,
+        )
+        return stacked.reshape(-1, *rest)
+
+    return join
+
+
+def split_qkv(head_dim: int, queries_per_group: int) -> Callable[[Tensor], list[Tensor]]:
+    """The inverse of `join_qkv`."""
+
+    def split(local: Tensor) -> list[Tensor]:
+        rest = local.shape[1:]
+        grouped = local.reshape(-1, (queries_per_group + 2) * head_dim, *rest)
+        parts = grouped.split([queries_per_group * head_dim, head_dim, head_dim], dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+    return split

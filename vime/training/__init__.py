@@ -1,0 +1,1 @@
+"""Megatron ranks: model, batching, step, weight sync, checkpoints."""

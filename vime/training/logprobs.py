@@ -1,0 +1,119 @@
+"""Logprobs and entropies from hidden states, vocabulary-parallel and chunk by chunk.
+
+The logits of all tokens in float32 would be the largest tensor of a training step (16k tokens x 152k words x 4 bytes is
+10 GB). Here the logits of at most `chunk` tokens exist at a time, in the forward pass and again in the backward pass,
+which recomputes them from the saved log-normaliser.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocabulary: int,
+    chunk: int,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and entropy of each distribution, under softmax(hidden @ weight.T / temperature).
+
+    hidden: [tokens, width], the same on every rank of `group`.
+    weight: [words of this rank, width]; rank r holds words r * words to (r + 1) * words. Rows past `vocabulary` are
+        padding and take no part in the softmax.
+    targets: int64 [tokens], global word ids.
+    Returns float32 [tokens] logprobs and entropies (nats). The gradient of `hidden` is this rank's share: the sum over
+    the group is the caller's (Megatron's copy_to_tensor_model_parallel_region does it).
+    """
+    output: tuple[Tensor, Tensor] = _Logprobs.apply(hidden, weight, targets, temperature, vocabulary, chunk, group)
+    return output
+
+
+def _all_reduce(tensor: Tensor, op: Any, group: Group) -> Tensor:
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, words: int) -> Tensor:
+    """Scaled float32 logits [tokens, words of this rank]; padding words are -inf."""
+    logits = (hidden @ weight.t()).float()
+    if temperature != 1.0:
+        logits /= temperature
+    if words < logits.shape[1]:
+        logits[:, max(words, 0) :] = float("-inf")
+    return logits
+
+
+def _first_word(weight: Tensor, group: Group) -> int:
+    return weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocabulary: int, chunk: int, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        first = _first_word(weight, group)
+        tokens = hidden.shape[0]
+        normaliser = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        logprobs, entropies = torch.empty_like(normaliser), torch.empty_like(normaliser)
+        for start in range(0, tokens, chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, temperature, vocabulary - first)
+            largest = _all_reduce(logits.amax(dim=-1), dist.ReduceOp.MAX, group)
+            local = targets[rows] - first
+            here = (local >= 0) & (local < weight.shape[0])
+            picked = logits.gather(1, local.clamp(0, weight.shape[0] - 1).unsqueeze(1)).squeeze(1)
+            picked = torch.where(here, picked - largest, torch.zeros_like(picked))
+            shifted = logits.sub_(largest.unsqueeze(1))
+            exponent = shifted.exp()
+            # sum of p * logit, with 0 * -inf of padding words taken as 0
+            weighted = (exponent * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+            sums = _all_reduce(torch.stack([exponent.sum(dim=-1), weighted, picked]), dist.ReduceOp.SUM, group)
+            log_sum = sums[0].log()
+            logprobs[rows] = sums[2] - log_sum
+            entropies[rows] = log_sum - sums[1] / sums[0]
+            normaliser[rows] = largest + log_sum
+        ctx.save_for_backward(hidden, weight, targets, normaliser, entropies)
+        ctx.settings = (temperature, vocabulary, chunk, group)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, targets, normaliser, entropies = ctx.saved_tensors
+        temperature, vocabulary, chunk, group = ctx.settings
+        first = _first_word(weight, group)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        with_entropy = bool(grad_entropies.any())
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, temperature, vocabulary - first)
+            log_p = logits.sub_(normaliser[rows].unsqueeze(1))
+            p = log_p.exp()
+            # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
+            grad = p * -grad_logprobs[rows].unsqueeze(1)
+            if with_entropy:
+                log_p = log_p.clamp(min=torch.finfo(torch.float32).min)
+                grad -= p * (log_p + entropies[rows].unsqueeze(1)) * grad_entropies[rows].unsqueeze(1)
+            local = targets[rows] - first
+            here = (local >= 0) & (local < weight.shape[0])
+            picked = torch.where(here, grad_logprobs[rows], torch.zeros_like(grad_logprobs[rows]))
+            grad.scatter_add_(1, local.clamp(0, weight.shape[0] - 1).unsqueeze(1), picked.unsqueeze(1))
+            if temperature != 1.0:
+                grad /= temperature
+            grad = grad.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight += (grad.t() @ hidden[rows]).float()
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
