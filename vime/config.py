@@ -28,7 +28,7 @@ ImportPath = Annotated[str, BeforeValidator(_import_path)]
 class Section(BaseModel):
     """A part of the configuration: immutable, unknown keys refused, documented by the strings under its fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Cluster(Section):
@@ -92,9 +92,9 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of model.path and model.tiny")
+            raise ValueError("give exactly one of model.path and model.tiny; set the other to null")
         if self.warmup is not None and self.tiny is None:
-            raise ValueError("model.warmup trains a tiny model; it cannot go with model.path")
+            raise ValueError("model.warmup trains a tiny model; with model.path set it to null")
         return self
 
 

@@ -1,0 +1,124 @@
+"""Start a run: `python launch.py cluster=local recipe=tiny_grpo [dotted.key=value ...]`.
+
+Composes the configuration, plans which role runs where, and shows the plan (`--dry-run`) or submits the run.
+Exit codes: 0 the run completed (or was submitted, or only shown), 1 it failed, 2 the input was wrong.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+
+try:
+    from vime.compose import compose
+    from vime.config import Config
+    from vime.errors import UserError
+    from vime.plan import make_plan
+    from vime.suggest import did_you_mean
+except ModuleNotFoundError as missing:
+    print(f"launch.py: {missing.name} is not installed here; run `make venv`, then .venv/bin/python launch.py", file=sys.stderr)
+    raise SystemExit(2) from None
+
+USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ...] [options]
+
+  cluster=NAME       a file in clusters/, or a path
+  recipe=NAME        a file in configs/, or a path
+  dotted.key=value   changes one value, such as training.learning_rate=1e-6; values are YAML
+
+  --dry-run          show the plan; start nothing and write nothing
+  --json             with --dry-run: the configuration and the plan as JSON
+  --wait, --no-wait  stay until the run ends (the default on a local cluster), or return once it is submitted
+  --help [SECTION]   this text; or the keys of a section, such as rollout or recipe.rollout
+
+exit code: 0 completed, 1 the run failed, 2 the input was wrong
+"""
+FLAGS = ("--dry-run", "--json", "--wait", "--no-wait", "--help")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asked for."""
+
+    cluster: str
+    recipe: str
+    overrides: tuple[str, ...]
+    dry_run: bool
+    as_json: bool
+    wait: bool | None
+
+
+def parse(arguments: list[str]) -> Command:
+    """Read the command line, without `--help`. Raises UserError."""
+    flags: set[str] = set()
+    names: dict[str, str] = {}
+    overrides: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if argument.startswith("-"):
+            if argument not in FLAGS:
+                raise UserError(f"unknown option {argument}{did_you_mean(argument, FLAGS)}")
+            flags.add(argument)
+        elif not equals:
+            raise UserError(f"{argument!r} is not an option or key=value; see --help")
+        elif key in ("cluster", "recipe"):
+            if key in names:
+                raise UserError(f"{key}= is given twice: {names[key]} and {value}")
+            names[key] = value
+        else:
+            overrides.append(argument)
+    for key in ("cluster", "recipe"):
+        if key not in names:
+            raise UserError(f"{key}=NAME is missing; see --help")
+    if {"--wait", "--no-wait"} <= flags:
+        raise UserError("--wait and --no-wait exclude each other")
+    if "--json" in flags and "--dry-run" not in flags:
+        raise UserError("--json shows the plan as data; it needs --dry-run")
+    wait = True if "--wait" in flags else False if "--no-wait" in flags else None
+    return Command(names["cluster"], names["recipe"], tuple(overrides), "--dry-run" in flags, "--json" in flags, wait)
+
+
+def run(command: Command) -> int:
+    """Do it; returns the exit code. Raises UserError before anything is written."""
+    config: Config = compose(command.cluster, command.recipe, command.overrides)
+    plan = make_plan(config)
+    if command.dry_run:
+        from vime.launch.preview import print_preview
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--dry-run | head` ends quietly
+        print_preview(config, plan, command.as_json)
+        return 0
+    # Imported late: a dry run and an error must not pay for what only a submission needs.
+    from vime.launch.submit import submit
+
+    wait = config.cluster.scheduler == "local" if command.wait is None else command.wait
+    return submit(config, plan, wait=wait)
+
+
+def show_help(arguments: list[str]) -> None:
+    """Print the usage, or the documentation of the sections named after `--help`. Raises UserError."""
+    sections = [argument for argument in arguments[arguments.index("--help") + 1 :] if not argument.startswith("-")]
+    if not sections:
+        print(USAGE, end="")
+        return
+    from vime.launch.schema_help import schema_help
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for section in sections:
+        print(schema_help(section))
+
+
+def main(arguments: list[str]) -> int:
+    """The command line as a function of its arguments; returns the exit code."""
+    try:
+        if "--help" in arguments or "-h" in arguments:
+            show_help(["--help" if argument == "-h" else argument for argument in arguments])
+            return 0
+        return run(parse(arguments))
+    except UserError as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""From a cluster file, a recipe file and overrides to one checked Config, or to one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from vime import yaml_file
+from vime.config import Cluster, Config, Model
+from vime.config_error import dotted, explain, place_of, real_path
+from vime.errors import UserError
+from vime.model_shape import read_shape
+from vime.plan import check_sizes
+from vime.suggest import did_you_mean
+from vime.yaml_file import KeyPath, Place
+
+ROOT = Path(__file__).resolve().parent.parent
+S = TypeVar("S", bound=BaseModel)
+
+
+def compose(cluster: str, recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of one run, checked as far as it can be without starting anything.
+
+    `cluster` and `recipe` are names in clusters/ and configs/, or paths. An override is `dotted.key=value`; keys under
+    `cluster.` change the cluster. Relative paths are relative to the current folder and become absolute.
+    Raises UserError.
+    """
+    file = find_file("cluster", cluster)
+    document = yaml_file.load_file(file)
+    draft = _Draft({"cluster": document.data}, {("cluster", *path): place for path, place in document.places.items()})
+    return _with_warmup(*_finish(draft, recipe, overrides))
+
+
+def compose_recipe(recipe: str, cluster: Cluster, overrides: Sequence[str] = ()) -> Config:
+    """As `compose`, on a cluster that is already known. Raises UserError."""
+    return _with_warmup(*_finish(_on(cluster), recipe, overrides))
+
+
+def compose_warmup(config: Config) -> Config | None:
+    """The sft run that makes `config`'s initial policy, or None without model.warmup.
+
+    It trains `config`'s own tiny model, on `config`'s cluster, whatever model its recipe names. Raises UserError.
+    """
+    if config.model.warmup is None:
+        return None
+    warmup, _ = _finish(_on(config.cluster), config.model.warmup, ())
+    if warmup.algorithm.name != "sft":
+        raise UserError(f"{config.model.warmup} is a {warmup.algorithm.name} recipe; it must be an sft recipe")
+    if warmup.model.warmup is not None:
+        raise UserError(f"{config.model.warmup} has a model.warmup itself; a warm-up starts from a new model")
+    warmup = warmup.model_copy(update={"model": Model(tiny=config.model.tiny)})
+    check_sizes(warmup, read_shape(warmup.model))
+    return warmup
+
+
+def load_resolved(path: Path) -> Config:
+    """Read a run's `config.yaml` as `dump_resolved` wrote it. Raises UserError for anything else."""
+    document = yaml_file.load_file(path)
+    return _validate(Config, _Draft(document.data, document.places))
+
+
+def dump_resolved(config: Config) -> str:
+    """The whole configuration as YAML, defaults included, so that a run reads the same years later."""
+    return yaml_file.dump(config.model_dump(mode="json"))
+
+
+def find_file(kind: str, name: str) -> Path:
+    """The file of a cluster or recipe given by name or path. Raises UserError with the nearest name."""
+    folder = ROOT / {"cluster": "clusters", "recipe": "configs"}[kind]
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path
+        near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.y*ml")))
+        raise UserError(f"{kind}={name}: there is no such file{near}")
+    path = folder / f"{name}.yaml"
+    if name and path.is_file():
+        return path
+    near = did_you_mean(name, sorted(p.stem for p in folder.glob("*.yaml")))
+    raise UserError(f"{kind}={name}: there is no {folder.name}/{name}.yaml{near}")
+
+
+@dataclass
+class _Draft:
+    """A configuration before it is checked: plain data and where each value was written."""
+
+    data: dict[str, Any]
+    places: dict[KeyPath, Place]
+
+    def override(self, text: str) -> None:
+        key, equals, value = text.partition("=")
+        path = tuple(key.split("."))
+        if not equals or not all(path):
+            raise UserError(f"command line: {text!r} is not dotted.key=value")
+        document = yaml_file.parse_value(value)
+        section = self.data
+        for depth, part in enumerate(path[:-1], start=1):
+            if section.get(part) is None:
+                section[part] = {}
+                self.places[path[:depth]] = Place("command line")
+            section = section[part]
+            if not isinstance(section, dict):
+                raise UserError(f"command line: {key} cannot be set: {dotted(path[:depth])} is not a section")
+        section[path[-1]] = document.data
+        for old in list(yaml_file.under(self.places, path)):
+            del self.places[old]
+        self.places.update({(*path, *below): place for below, place in document.places.items()})
+
+
+def _on(cluster: Cluster) -> _Draft:
+    return _Draft({"cluster": cluster.model_dump(mode="json")}, {})
+
+
+def _with_warmup(config: Config, places: dict[KeyPath, Place]) -> Config:
+    """`config`, after its warm-up recipe was checked too."""
+    try:
+        compose_warmup(config)
+    except UserError as error:
+        raise UserError(f"{places.get(('model', 'warmup'), 'model')}: model.warmup: {error}") from None
+    return config
+
+
+def _finish(draft: _Draft, recipe: str, overrides: Sequence[str]) -> tuple[Config, dict[KeyPath, Place]]:
+    file = find_file("recipe", recipe)
+    document = yaml_file.load_file(file)
+    for key, instead in (("cluster", "a file in clusters/"), ("recipe", "the name of the recipe's file")):
+        if key in document.data:
+            raise UserError(f"{document.places[(key,)]}: a recipe cannot set `{key}`: that is {instead}")
+    draft.data = {"recipe": file.stem, **draft.data, **document.data}
+    draft.places = {(): Place(str(file)), **draft.places, **document.places}
+    for text in overrides:
+        draft.override(text)
+    config = _absolute(_validate(Config, draft), Path.cwd())
+    _check_files(config, draft.places)
+    try:
+        check_sizes(config, read_shape(config.model))
+    except UserError as error:
+        raise UserError(f"{place_of((), str(error), draft.places)}: {error}") from None
+    return config, draft.places
+
+
+def _validate(schema: type[S], draft: _Draft) -> S:
+    """Check without coercion; only a text field turns what looked like a number back into the text that was written."""
+    try:
+        return _strict(schema, draft.data)
+    except ValidationError as error:
+        first = error
+    for item in first.errors(include_url=False, include_context=False):
+        if item["type"] in ("string_type", "path_type"):
+            _restore_text(draft, real_path(item["loc"], draft.data))
+    try:
+        return _strict(schema, draft.data)
+    except ValidationError as error:
+        raise UserError(explain(error, schema, draft.data, draft.places)) from None
+
+
+def _strict(schema: type[S], data: Any) -> S:
+    # As JSON, because strict checking of Python objects would want a Path where YAML has text.
+    return schema.model_validate_json(json.dumps(data), strict=True)
+
+
+def _restore_text(draft: _Draft, path: KeyPath) -> None:
+    place = draft.places.get(path)
+    if not path or place is None or place.text is None:
+        return
+    parent: Any = draft.data
+    for part in path[:-1]:
+        parent = parent[part]
+    if parent[path[-1]] is not None:
+        parent[path[-1]] = place.text
+
+
+def _absolute(section: S, base: Path) -> S:
+    """The section with every path in it absolute: roles may start in another folder."""
+    changes: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            changes[name] = _absolute(value, base)
+        elif isinstance(value, Path):
+            changes[name] = base / value.expanduser()
+    if isinstance(section, Model) and section.warmup is not None and "/" in section.warmup:
+        changes["warmup"] = str(base / Path(section.warmup).expanduser())
+    return section.model_copy(update=changes)
+
+
+def _check_files(config: Config, places: dict[KeyPath, Place]) -> None:
+    for name in ("path", "eval_path"):
+        path: Path | None = getattr(config.data, name)
+        if path is not None and not path.is_file():
+            near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.json*")))
+            near = near if "did you mean" in near else ""
+            raise UserError(f"{places.get(('data', name), 'data')}: data.{name}: there is no file {path}{near}")
+    model = config.model.path
+    if model is not None and not model.is_dir():
+        raise UserError(f"{places.get(('model', 'path'), 'model')}: model.path: there is no folder {model}")

@@ -1,0 +1,1 @@
+"""Placing the roles of a run, starting them, and watching them to their end."""
