@@ -17,6 +17,9 @@ from pathlib import Path
 from vime.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Loaded here because `die_with_parent` also runs between fork and exec, where the loader's lock may be held.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
 
 @dataclass(frozen=True)
@@ -78,29 +81,25 @@ class Role:
 def die_with_parent(parent: int | None = None, signum: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send `signum` to this process when the thread that started it ends. Linux only, else nothing.
 
-    `parent` is the pid this process expects its parent to have. A parent that ended before the request was made would go
-    unnoticed, so the pid is compared afterwards; without `parent`, with what it was a moment before. Survives exec, is
-    not inherited by children.
+    `parent` is the pid this process expects its parent to have. A parent that ended before the request was made would
+    go unnoticed, so the pid is compared afterwards; without `parent`, with what it was a moment before. The request
+    survives exec and is not inherited by children.
     """
-    if not sys.platform.startswith("linux"):
+    if _LIBC is None:
         return
     expected = os.getppid() if parent is None else parent
-    if _libc().prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != expected:
         os.kill(os.getpid(), signum)
 
 
 def become_subreaper() -> None:
-    """Make orphans below this process its children instead of init's, so that they can be found and ended. Linux only."""
-    if not sys.platform.startswith("linux"):
+    """Make orphans below this process its children, so that they can be found and ended. Linux only."""
+    if _LIBC is None:
         return
-    if _libc().prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -33,11 +33,11 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -89,8 +89,8 @@ class RunDir:
     def create(cls, root: Path, name: str | None, recipe: str) -> RunDir:
         """Make the folder, exclusively and readable by its owner only.
 
-        The default name is <recipe>-<UTC time>-<4 hex digits>. Raises UserError when a folder of the given name exists or
-        `root` cannot be written.
+        The default name is <recipe>-<UTC time>-<4 hex digits>. Raises UserError when a folder of the given name exists
+        or `root` cannot be written.
         """
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class RunDir:
 def last_step(metrics: Path) -> int:
     """The `step` of the last whole line of a metrics file; 0 when there is none. Reads at most the last 64 KiB."""
     try:
-        with open(metrics, "rb") as file:
+        with metrics.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - (1 << 16)))
             lines = file.read().split(b"\n")[:-1]

@@ -1,0 +1,76 @@
+"""Which command starts which role: the one table between a plan and processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from vime.config import Config
+from vime.plan import Plan, RoleName
+
+FINISHES: frozenset[RoleName] = frozenset({"trainer", "generator"})
+"""Roles that end by themselves. The others are servers."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start."""
+
+    role: str
+    rank: int
+    world_size: int
+    argv: tuple[str, ...]
+    finishes: bool
+    """True: the run is completed when all of these have exited 0. False: a server, ended when they have."""
+    host: str = "127.0.0.1"
+    """Address that the process binds and publishes."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of this process besides the run's own."""
+
+    @property
+    def name(self) -> str:
+        """Role and rank as a person reads them: trainer-0."""
+        return f"{self.role}-{self.rank}"
+
+
+def role_commands(config: Config, plan: Plan) -> list[Command]:
+    """The processes of one run on this machine, in the plan's order."""
+    commands = []
+    for role in plan.roles:
+        if role.name == "supervisor":
+            continue
+        threads = thread_counts(_computing(config, role.name))
+        for process in role.processes:
+            environment = dict(threads)
+            if process.devices:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in process.devices)
+            commands.append(
+                Command(
+                    role=role.name,
+                    rank=process.rank,
+                    world_size=len(role.processes),
+                    argv=(sys.executable, "-m", role.module),
+                    finishes=role.name in FINISHES,
+                    host=config.cluster.host,
+                    environment=environment,
+                )
+            )
+    return commands
+
+
+def thread_counts(processes: int | None) -> dict[str, str]:
+    """Variables that give each of `processes` computing at once its share of this machine's cores; None: one core."""
+    cores = len(os.sched_getaffinity(0))
+    threads = 1 if processes is None else max(1, cores // processes)
+    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+def _computing(config: Config, role: RoleName) -> int | None:
+    trainers, engines = config.training.ranks, config.rollout.engines * config.rollout.tensor_parallel
+    if role not in ("trainer", "engine"):
+        return None
+    if config.buffer.max_staleness:
+        return trainers + engines
+    # Strictly on-policy, trainers and engines take turns.
+    return trainers if role == "trainer" else engines

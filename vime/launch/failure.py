@@ -1,0 +1,69 @@
+"""Which of several ends was the cause, and what `status.json` says about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.launch.processes import End
+from vime.launch.stop_signals import Stopped
+from vime.run_dir import Failure, State, utc_now
+
+GRACE = 1.0
+"""Seconds after the first unexpected end in which further ends are collected before one is named the cause."""
+TAIL_LINES = 40
+_TAIL_BYTES = 1 << 16
+
+
+def first_cause(ends: Sequence[End]) -> End:
+    """The end to name, of those within GRACE seconds of each other.
+
+    When one process dies, those that talk to it follow within a moment: by an exception (exit code 1) or, from C++, by
+    SIGABRT. Nothing in a run sends another process SIGKILL, SIGSEGV and the like because of a broken connection. So an
+    end by a signal other than SIGABRT comes before every other, and the earliest comes before the later.
+    """
+    return min(ends, key=lambda end: (end.signal in (None, "SIGABRT", "SIGPIPE"), end.seconds))
+
+
+def describe(end: End) -> Failure:
+    """The failure record of a role's end."""
+    return Failure(
+        role=end.command.role,
+        rank=end.command.rank,
+        node=socket.gethostname(),
+        exit_code=end.exit_code,
+        signal=end.signal,
+        time=end.time,
+        log=str(end.log),
+        tail=tail(end.log),
+    )
+
+
+def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal: str | None = None) -> Failure:
+    """The failure record of a process of the launcher: supervisor or guardian. How it ended may be unknown."""
+    return Failure(role, 0, socket.gethostname(), exit_code, signal, utc_now(), str(log), tail(log))
+
+
+def stop_outcome(stop: Stopped, log: Path) -> tuple[State, Failure | None]:
+    """State and failure of a run that was stopped by a signal; `log` is the supervisor's.
+
+    A guardian that ended without a word was killed: that is a failure. USR2 announces the time limit.
+    """
+    if stop.orphaned:
+        return "failed", launcher_failure("guardian", log)
+    return ("timeout" if stop.signum == signal.SIGUSR2 else "cancelled"), None
+
+
+def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log, [] when it cannot be read. Reads at most the last 64 KiB."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-lines:]

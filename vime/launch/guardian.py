@@ -1,0 +1,97 @@
+"""The guardian: what submitit runs. It starts the supervisor and says the last word if the supervisor cannot.
+
+    launcher ── submitit's controller ── guardian ── supervisor ── roles
+
+Every process of that chain may be killed. The kernel tells a child of its parent's end: roles are killed with the
+supervisor; the supervisor gets TERM with the guardian and tears down; the guardian is killed with submitit's process.
+In the other direction each parent sees its child's end. Orphans fall to the supervisor, then to the guardian, and are
+killed there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from vime.errors import UserError
+from vime.launch.failure import launcher_failure
+from vime.launch.process_tree import kill_descendants, reap_orphans
+from vime.launch.processes import KILL_TIMEOUT, signal_name
+from vime.launch.stop_signals import WATCHED
+from vime.role import become_subreaper, die_with_parent
+from vime.run_dir import Failure, RunDir, Status, utc_now
+
+SUPERVISOR = (sys.executable, "-m", "vime.launch.supervisor")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class RunEnded(Exception):
+    """The run did not complete. submitit turns it into a job that exits non-zero."""
+
+
+def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
+    """Run the supervisor of the run in `run_path` to its end and make sure that the status is true and nothing is left.
+
+    Returns "completed"; raises RunEnded with the state and the failing role otherwise.
+    """
+    become_subreaper()
+    die_with_parent()
+    run = RunDir(Path(run_path))
+    log = run.log("supervisor", 0, run.read_status().attempt)
+    child = _start(run, supervisor, log)
+    code = child.wait()
+    kill_descendants(os.getpid(), KILL_TIMEOUT)
+    reap_orphans(frozenset())
+    failure = launcher_failure("supervisor", log, code if code >= 0 else None, signal_name(-code) if code < 0 else None)
+    close(RunDir(run.path / "warmup"), failure)
+    status = close(run, failure)
+    if status.state != "completed":
+        raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
+    return status.state
+
+
+def close(run: RunDir, failure: Failure) -> Status:
+    """Record that a run whose processes are gone has failed, unless its status already says how it ended.
+
+    A failure that was recorded before is kept: it came first. Returns the status that holds now.
+    """
+    try:
+        status = run.read_status()
+    except UserError:
+        status = Status(state="pending")
+    if status.terminal or not run.path.exists():
+        return status
+    closed = replace(status, state="failed", ended=utc_now(), failure=status.failure or failure)
+    run.write_status(closed)
+    return closed
+
+
+def _start(run: RunDir, supervisor: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    guardian = os.getpid()
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        child.send_signal(signum)
+
+    # Blocked until the handlers have a child to forward to. The supervisor inherits the mask and keeps it: it fetches
+    # these signals when it is ready, so none is lost and none ends it half-way.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            [*supervisor, str(run.path), str(guardian)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(guardian, signal.SIGTERM),
+        )
+    for signum in _FORWARDED:
+        signal.signal(signum, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    return child

@@ -1,0 +1,15 @@
+"""What lies in a run directory before anything runs."""
+
+from __future__ import annotations
+
+from vime.compose import dump_resolved
+from vime.config import Config
+from vime.plan import Plan
+from vime.run_dir import RunDir, Status, write_atomic
+
+
+def prepare(run: RunDir, config: Config, plan: Plan) -> None:
+    """Write configuration, plan and a pending status into the run's folder."""
+    write_atomic(run.config, dump_resolved(config))
+    write_atomic(run.plan, plan.model_dump_json(indent=2) + "\n")
+    run.write_status(Status(state="pending"))

@@ -1,0 +1,118 @@
+"""The supervisor of a run: `python -m vime.launch.supervisor RUN_DIR`, started by the guardian.
+
+It makes sure that the initial policy exists (which may take a whole run of its own, the warm-up), then runs one attempt
+and ends with exit code 0 when the run completed, else 1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vime.compose import compose_warmup, load_resolved
+from vime.config import Config, TinyModel
+from vime.errors import UserError
+from vime.launch.attempt import Attempt
+from vime.launch.commands import Command, role_commands
+from vime.launch.failure import stop_outcome
+from vime.launch.model_cache import cached_model, model_key
+from vime.launch.prepare import prepare
+from vime.launch.stop_signals import Stopped, StopSignals
+from vime.plan import Plan, make_plan
+from vime.role import become_subreaper
+from vime.run_dir import RunDir, Status, utc_now
+
+Commands = Callable[[Config, Plan], Sequence[Command]]
+WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")
+"""Sections of a warm-up recipe that change the model it makes."""
+
+
+class WarmupFailed(Exception):
+    """The nested run that makes the initial policy did not complete."""
+
+    def __init__(self, status: Status, run: RunDir) -> None:
+        super().__init__(f"the warm-up run {run.path} ended {status.state}")
+        self.status = status
+
+
+def supervise(run: RunDir, signals: StopSignals, commands: Commands = role_commands) -> Status:
+    """Bring the run in `run` to its end: its model, then all roles. Returns the status that was written."""
+    config = load_resolved(run.config)
+    plan = Plan.model_validate_json(run.plan.read_bytes())
+    status = replace(run.read_status(), state="running", started=utc_now())
+    run.write_status(status)
+    try:
+        model = initial_policy(config, run, signals, commands)
+    except WarmupFailed as error:
+        return _end(run, replace(status, state=error.status.state, failure=error.status.failure))
+    except Stopped as stop:
+        state, failure = stop_outcome(stop, run.log("supervisor", 0, status.attempt))
+        return _end(run, replace(status, state=state, failure=failure))
+    attempt = Attempt(run=run, cluster=config.cluster, commands=commands(config, plan), model=model, signals=signals)
+    return attempt.supervise()
+
+
+def initial_policy(config: Config, run: RunDir, signals: StopSignals, commands: Commands = role_commands) -> Path:
+    """The Hugging Face folder that training starts from, made first where the configuration says so.
+
+    Raises WarmupFailed, Stopped, and WaitTimeout when another run makes the same model for too long.
+    """
+    if config.model.path is not None:
+        return config.model.path.absolute()
+    warmup = compose_warmup(config)
+    if warmup is None:
+        assert config.model.tiny is not None, "a model has a path or is tiny"
+        return _tiny_model(config.model.tiny, signals)
+    nested = RunDir(run.path / "warmup")
+
+    def make(folder: Path) -> None:
+        print(f"{utc_now()} warming up the model in {nested.path}", flush=True)
+        shutil.copytree(_warmed_up(warmup, nested, signals, commands), folder, dirs_exist_ok=True)
+
+    parts = {name: getattr(warmup, name).model_dump(mode="json") for name in WARMUP_PARTS}
+    return cached_model(model_key({**parts, "seed": warmup.run.seed}), make, signals.wait)
+
+
+def _tiny_model(tiny: TinyModel, signals: StopSignals) -> Path:
+    def make(folder: Path) -> None:
+        from vime.models.tiny import make_tiny
+
+        make_tiny(tiny, folder)
+
+    return cached_model(model_key({"tiny": tiny.model_dump(mode="json")}), make, signals.wait)
+
+
+def _warmed_up(config: Config, nested: RunDir, signals: StopSignals, commands: Commands) -> Path:
+    shutil.rmtree(nested.path, ignore_errors=True)  # of an earlier attempt
+    nested.path.mkdir(mode=0o700)
+    prepare(nested, config, make_plan(config))
+    status = supervise(nested, signals, commands)
+    if status.state != "completed":
+        raise WarmupFailed(status, nested)
+    return nested.export / f"step_{config.training.steps}"
+
+
+def _end(run: RunDir, status: Status) -> Status:
+    ended = replace(status, ended=utc_now())
+    run.write_status(ended)
+    return ended
+
+
+def main(arguments: Sequence[str], commands: Commands = role_commands) -> int:
+    """Supervise the run of `arguments`: its folder and, from a guardian, the guardian's pid. Returns the exit code."""
+    signals = StopSignals(int(arguments[1]) if len(arguments) > 1 else None)
+    become_subreaper()
+    try:
+        status = supervise(RunDir(Path(arguments[0])), signals, commands)
+    except UserError as error:  # anything else is a fault of vime: its traceback goes to the log
+        print(f"error: {error}", flush=True)
+        return 1
+    print(f"{utc_now()} run {status.state}", flush=True)
+    return 0 if status.state == "completed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
