@@ -17,7 +17,8 @@ try:
     from vime.plan import make_plan
     from vime.suggest import did_you_mean
 except ModuleNotFoundError as missing:
-    print(f"launch.py: {missing.name} is not installed here; run `make venv`, then .venv/bin/python launch.py", file=sys.stderr)
+    text = f"launch.py: {missing.name} is not installed here; run `make venv` and use .venv/bin/python"
+    print(text, file=sys.stderr)
     raise SystemExit(2) from None
 
 USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ...] [options]

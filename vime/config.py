@@ -137,7 +137,10 @@ class Data(Section):
         if self.source == "jsonl" and self.path is None:
             raise ValueError("data.source is jsonl, so data.path must name a file")
         if self.source != "reasoning_gym" and self.reward == "task":
-            raise ValueError("data.reward=task is reasoning_gym's scorer; with another source use math_verify, exact or module:function")
+            raise ValueError(
+                "data.reward=task is reasoning_gym's scorer;"
+                " with another source use math_verify, exact or module:function"
+            )
         return self
 
 
@@ -354,7 +357,9 @@ class Config(Section):
         if (self.rollout.engines == 0) != (self.algorithm.name == "sft"):
             raise ValueError("rollout.engines is 0 with algorithm.name=sft, and only then")
         if self.rollout.top_p < 1 and self.algorithm.name != "sft":
-            raise ValueError(f"rollout.top_p={self.rollout.top_p} biases the policy gradient: only 1 is supported for training")
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p} biases the policy gradient: only 1 is supported for training"
+            )
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples < self.training.data_parallel:
             raise ValueError(

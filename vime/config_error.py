@@ -1,4 +1,4 @@
-"""What pydantic finds wrong in a configuration, as one line: where it was written, what is wrong, what would be right."""
+"""What pydantic finds wrong in a configuration, as one line: where it was written, what is wrong, what is right."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def explain(error: ValidationError, schema: type[BaseModel], data: Any, places: 
     elif kind == "value_error" and any(name == "" or word in message for word in (name, f"{name}.")):
         line = message
     else:
-        line = f"{name}={_shown(_value_at(path, data))} {message}{_hint(items, path, data)}"
+        line = f"{name}={shown(_value_at(path, data))} {message}{_hint(items, path, data)}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return " ".join(f"{place_of(path, message, places)}: {line}{more}".split())
 
@@ -179,7 +179,8 @@ def _value_at(path: KeyPath, data: Any) -> Any:
     return data
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as YAML would have it, cut to 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):

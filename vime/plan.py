@@ -71,7 +71,9 @@ class Plan(_Frozen):
 def make_plan(config: Config) -> Plan:
     """Place the roles of `config`. Raises UserError for a cluster that no layout exists for."""
     if config.cluster.scheduler != "local":
-        raise UserError(f"cluster {config.cluster.name}: cluster.scheduler={config.cluster.scheduler} has no layout; use local")
+        raise UserError(
+            f"cluster {config.cluster.name}: cluster.scheduler={config.cluster.scheduler} has no layout; use local"
+        )
     node = config.cluster.host
     on_gpu = config.cluster.device == "cuda"
     ranks, width = config.training.ranks, config.rollout.tensor_parallel
@@ -118,8 +120,9 @@ def _check_batch(config: Config, shape: ModelShape) -> None:
     if prompts * each % parts:
         right = next(count for count in range(prompts, prompts + parts + 1) if count * each % parts == 0)
         raise UserError(
-            f"rollout.prompts_per_step x rollout.samples_per_prompt = {prompts} x {each} = {prompts * each} samples do not"
-            f" divide over the {parts} data-parallel ranks of training.ranks={training.ranks}; use rollout.prompts_per_step={right}"
+            f"rollout.prompts_per_step x rollout.samples_per_prompt = {prompts} x {each} = {prompts * each} samples do"
+            f" not divide over the {parts} data-parallel ranks of training.ranks={training.ranks};"
+            f" use rollout.prompts_per_step={right}"
         )
     if config.data.source == "reasoning_gym" and config.data.size < prompts:
         raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
@@ -132,7 +135,9 @@ def _check_split(config: Config, shape: ModelShape) -> None:
     ):
         for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
             if size % width:
-                raise UserError(f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}")
+                raise UserError(
+                    f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}"
+                )
     stages = config.training.pipeline_parallel
     if shape.layers % stages:
         right = _divisor(shape.layers, stages)

@@ -107,7 +107,7 @@ def dump(data: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    return {dict: "map", list: "list"}.get(type(value), "single value")
+    return "list" if isinstance(value, list) else "single value"
 
 
 def _parse(text: str, place_at: Callable[[int], Place]) -> Document:
@@ -140,11 +140,10 @@ class _Builder:
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
         self.places[path] = self.place_at(line)
         if isinstance(node, yaml.ScalarNode):
-            value = self._scalar(node, line)
             if plain:
                 here = self.places[path]
                 self.places[path] = Place(here.source, here.line, node.value)
-            return value
+            return self._scalar(node, line)
         if id(node) in self.open:
             raise UserError(f"{self.place_at(line)}: an alias that contains itself")
         self.open.add(id(node))

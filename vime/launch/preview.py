@@ -24,16 +24,16 @@ def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | 
         print(json.dumps(preview_data(config, plan), indent=2))
         return
     console = console or Console(highlight=False)
-    table = Table(title=f"{plan.recipe} on {plan.cluster}, layout {plan.layout}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    title = f"{plan.recipe} on {plan.cluster}, layout {plan.layout}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("role", "component", "node", "ranks", "devices", "runs"):
         # Too narrow a terminal folds a cell; it never hides a module's name.
         table.add_column(column, overflow="fold")
     for role in plan.roles:
         for node in dict.fromkeys(process.node for process in role.processes):
             there = [process for process in role.processes if process.node == node]
-            table.add_row(
-                role.name, role.component, node, ranges([p.rank for p in there]), _devices(config, role, there), role.module
-            )
+            ranks = ranges([process.rank for process in there])
+            table.add_row(role.name, role.component, node, ranks, _devices(config, role, there), role.module)
     console.print(table)
     for line in _lines(config, plan):
         console.print(line, markup=False, soft_wrap=True)
@@ -68,6 +68,5 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         f" {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {plan.samples_per_step} samples",
         f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel"
         f" {training.tensor_parallel} x pipeline parallel {training.pipeline_parallel}, {training.dtype}",
-        f"run        a new folder in {config.run.root}" if config.run.name is None else
-        f"run        {config.run.root / config.run.name}",
+        f"run        {config.run.root / (config.run.name or 'a new folder')}",
     ]

@@ -11,15 +11,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vime.config import Config
-from vime.config_error import section_at, submodel
+from vime.config_error import section_at, shown, submodel
 from vime.errors import UserError
 from vime.suggest import did_you_mean
 
-_PLAIN: dict[Any, str] = {int: "whole number", float: "number", bool: "true|false", str: "text", Path: "path", Any: "any"}
+_PLAIN: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "true|false",
+    str: "text",
+    Path: "path",
+    Any: "any",
+}
 
 
 def schema_help(name: str) -> str:
-    """Fields, types, defaults and meaning of a section (`rollout`, `recipe.rollout`) or of one field (`rollout.engines`).
+    """Fields, types, defaults and meaning of a section (`rollout`, `recipe.rollout`) or a field (`rollout.engines`).
 
     Raises UserError for a name that is neither.
     """
@@ -53,7 +60,7 @@ def _field(name: str, info: FieldInfo, prefix: str) -> str:
     elif nested is not None and info.default is not None:
         default = ""
     else:
-        default = f"default {_shown(info.default)}"
+        default = f"default {shown(info.default)}"
     return f"  {full}  [{', '.join(part for part in (kind, *_limits(info), default) if part)}]\n      {text}"
 
 
@@ -90,11 +97,3 @@ def _limits(info: FieldInfo) -> list[str]:
         for name, sign in signs.items()
         if getattr(item, name, None) is not None
     ]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, str):
-        return value or "''"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(
-        value, bool | None
-    ) else str(value)
