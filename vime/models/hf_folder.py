@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -43,12 +44,7 @@ class HfReader:
 
         Raises UserError when the folder lacks the tensor or the axis does not divide.
         """
-        if name not in self._files:
-            raise UserError(f"{self.folder} has no tensor {name!r}")
-        file_name = self._files[name]
-        if file_name not in self._open:
-            self._open[file_name] = safe_open(self.folder / file_name, framework="pt")
-        view = self._open[file_name].get_slice(name)
+        view = self._view(name)
         if axis is None or size == 1:
             return view[:]  # type: ignore[no-any-return]
         length = view.get_shape()[axis]
@@ -57,6 +53,19 @@ class HfReader:
         share = length // size
         window = [slice(None)] * axis + [slice(rank * share, (rank + 1) * share)]
         return view[tuple(window)]  # type: ignore[no-any-return]
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Rows start to end of a tensor; none when start is past the end. Raises UserError when the tensor is missing."""
+        view = self._view(name)
+        return view[min(start, end) : end]  # type: ignore[no-any-return]
+
+    def _view(self, name: str) -> Any:
+        if name not in self._files:
+            raise UserError(f"{self.folder} has no tensor {name!r}")
+        file_name = self._files[name]
+        if file_name not in self._open:
+            self._open[file_name] = safe_open(self.folder / file_name, framework="pt")
+        return self._open[file_name].get_slice(name)
 
 
 class HfWriter:

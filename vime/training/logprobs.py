@@ -85,18 +85,20 @@ class _Logprobs(torch.autograd.Function):
             logprobs[rows] = sums[2] - log_sum
             entropies[rows] = log_sum - sums[1] / sums[0]
             normaliser[rows] = largest + log_sum
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses has no gradient, and costs nothing
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropies)
         ctx.settings = (temperature, vocabulary, chunk, group)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, targets, normaliser, entropies = ctx.saved_tensors
         temperature, vocabulary, chunk, group = ctx.settings
         first = _first_word(weight, group)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        with_entropy = bool(grad_entropies.any())
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, temperature, vocabulary - first)
@@ -104,7 +106,7 @@ class _Logprobs(torch.autograd.Function):
             p = log_p.exp()
             # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
             grad = p * -grad_logprobs[rows].unsqueeze(1)
-            if with_entropy:
+            if grad_entropies is not None:
                 log_p = log_p.clamp(min=torch.finfo(torch.float32).min)
                 grad -= p * (log_p + entropies[rows].unsqueeze(1)) * grad_entropies[rows].unsqueeze(1)
             local = targets[rows] - first
