@@ -1,0 +1,140 @@
+"""Starts a run of small scripts through the real launcher, and looks at what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.compose import compose, dump_resolved
+from vime.config import Config, Model
+from vime.run_dir import RunDir, Status
+
+SCRIPTS = Path(__file__).parent / "scripts"
+REPOSITORY = Path(__file__).parents[2]
+Roles = Sequence[tuple[str, int, int, bool, list[str]]]
+
+SERVING: Roles = (
+    ("trainer", 0, 2, True, ["serve"]),
+    ("trainer", 1, 2, True, ["serve"]),
+    ("engine", 0, 1, False, ["serve"]),
+    ("router", 0, 1, False, ["serve"]),
+    ("generator", 0, 1, True, ["serve"]),
+)
+"""One of each role, and a second trainer, that never end by themselves."""
+
+
+def config_in(root: Path, *overrides: str) -> Config:
+    """The local tiny recipe with its runs in `root`, and a folder there in place of a model."""
+    config = compose("local", "tiny_grpo", [f"run.root={root}", "model.warmup=null", *overrides])
+    return config.model_copy(update={"model": Model(path=root)})
+
+
+class Job:
+    """A launcher process and the run that it started."""
+
+    def __init__(
+        self, root: Path, roles: Roles, *flags: str, environ: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+    ) -> None:
+        self.root = root
+        self.marker = uuid.uuid4().hex
+        self._count = len(roles)
+        config = config_in(root, *overrides)
+        (root / "commands.json").write_text(json.dumps(roles))
+        (root / "config.yaml").write_text(dump_resolved(config))
+        self.output = (root / "launcher.log").open("ab")
+        self.launcher = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "launcher.py"), str(root / "config.yaml"), *flags],
+            env={**os.environ, **(environ or {}), "TEST_MARKER": self.marker, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def run(self) -> RunDir:
+        """The run directory, once there is one."""
+        until(lambda: self._folders(), 30, "a run directory")
+        return RunDir(self._folders()[0])
+
+    def _folders(self) -> list[Path]:
+        return [path.parent for path in self.root.glob("*/status.json")]
+
+    def status(self) -> Status:
+        """The run's status now."""
+        return self.run.read_status()
+
+    def seen(self) -> dict[str, dict[str, Any]]:
+        """What each role that has started said: pid, port and environ, by name."""
+        folder = self.run.path / "seen"
+        found = folder.glob("[!.]*") if folder.exists() else ()
+        return {path.name: json.loads(path.read_text()) for path in found}
+
+    def wait_started(self, more: int = 0) -> None:
+        """Wait until every role (and `more` others) runs."""
+        until(lambda: len(self.seen()) == self._count + more, 60, f"{self._count} roles; launcher: {self.log()}")
+
+    def log(self) -> str:
+        """What the launcher printed."""
+        return (self.root / "launcher.log").read_text()
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of every live process of this job, the launcher included."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if self.marker.encode() in (entry / "environ").read_bytes():
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+        return found
+
+    def pid_of(self, part: str) -> int:
+        """The pid of the one process whose command line holds `part`."""
+        [pid] = [pid for pid, line in self.processes().items() if part in line]
+        return pid
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL, as the kernel does when memory runs out."""
+        os.kill(pid, signal.SIGKILL)
+
+    def end(self, timeout: float) -> int:
+        """Wait for the launcher's end; its exit code."""
+        return self.launcher.wait(timeout)
+
+    def check_nothing_left(self) -> None:
+        """No process of the job lives, and every port it used is free."""
+        until(lambda: not self.processes(), 1, "no process")
+        store = {role["environ"]["VIME_STORE"].rpartition(":")[2] for role in self.seen().values()}
+        ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
+        for port in ports - {0}:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} answers"
+
+    def close(self) -> None:
+        """End whatever a failed test left."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.launcher.wait(10)
+        self.output.close()
+
+
+def until(true: Callable[[], object], timeout: float, what: str) -> None:
+    """Wait until `true()`; fails naming `what`."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.02)

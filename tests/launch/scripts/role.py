@@ -1,0 +1,88 @@
+"""A role for tests: says that it runs, then does what its arguments say.
+
+role.py serve                 listen on a port until it is ended
+role.py finish SECONDS        write metrics of 3 steps (rank 0 of the trainer), exit 0 after SECONDS
+role.py fail SECONDS CODE     exit CODE
+role.py stubborn              as serve, and ignore TERM
+role.py daemon                as serve, with a grandchild in a session of its own that listens on another port
+role.py pipe SECONDS CODE     exit CODE from a shell pipeline
+role.py follow FILE           exit 1 a moment after the process whose pid is in FILE is gone
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RUN = Path(os.environ["VIME_RUN_DIR"])
+NAME = f"{os.environ['VIME_ROLE']}-{os.environ['VIME_RANK']}"
+
+
+def report(name: str, port: int) -> None:
+    folder = RUN / "seen"
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{name}"
+    temporary.write_text(json.dumps({"pid": os.getpid(), "port": port, "environ": dict(os.environ)}))
+    temporary.rename(folder / name)
+
+
+def listen() -> socket.socket:
+    server = socket.create_server((os.environ["VIME_HOST"], 0))
+    return server
+
+
+def serve(name: str) -> None:
+    server = listen()
+    report(name, server.getsockname()[1])
+    print(f"{name} serves", flush=True)
+    time.sleep(600)
+
+
+def main(what: str, arguments: list[str]) -> int:
+    if what == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        serve(NAME)
+    elif what == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                serve(f"{NAME}-daemon")
+            os._exit(0)
+        os.wait()
+        serve(NAME)
+    elif what == "serve":
+        serve(NAME)
+    elif what == "follow":
+        report(NAME, 0)
+        followed = RUN / "seen" / arguments[0]
+        while not followed.exists():
+            time.sleep(0.01)
+        pid = json.loads(followed.read_text())["pid"]
+        # Ended but not collected yet counts: a broken connection is noticed that early.
+        while Path(f"/proc/{pid}").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.001)
+        print("connection reset by peer", flush=True)
+        return 1
+    elif what == "pipe":
+        report(NAME, 0)
+        script = f"(sleep {arguments[0]}; echo broken engine; exit {arguments[1]}) | cat"
+        return subprocess.run(["bash", "-o", "pipefail", "-c", script], check=False).returncode
+    else:
+        report(NAME, 0)
+        if what == "finish" and NAME == "trainer-0":
+            with (RUN / "metrics.jsonl").open("a") as file:
+                for step in (1, 2, 3):
+                    file.write(json.dumps({"step": step}) + "\n")
+        time.sleep(float(arguments[0]))
+        for line in range(60):
+            print(f"line {line}", flush=True)
+        return int(arguments[1]) if what == "fail" else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

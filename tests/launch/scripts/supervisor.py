@@ -1,0 +1,25 @@
+"""The real supervisor with the commands of the run's commands.json: [[role, rank, world size, finishes, argv], ...]."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.config import Config
+from vime.launch.commands import Command
+from vime.launch.supervisor import main
+from vime.plan import Plan
+
+ROLE = str(Path(__file__).with_name("role.py"))
+
+
+def commands(config: Config, plan: Plan) -> Sequence[Command]:
+    table = json.loads((config.run.root / "commands.json").read_text())
+    return [
+        Command(role, rank, size, (sys.executable, "-S", ROLE, *argv), finishes)
+        for role, rank, size, finishes, argv in table
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], commands))
