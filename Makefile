@@ -1,0 +1,47 @@
+# make run    make .venv when it is missing or outdated, then the tiny GRPO run on this machine
+# make test   the checks, slow ones included; make test-fast leaves those out
+# make lint   ruff and mypy
+# make bench  speed against limits measured in the same run
+# ARGS goes to the command: make run ARGS="training.steps=5", make test ARGS="tests/buffer -x"
+
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+
+# The stamp carries a hash of what was installed: an edited lock installs again, a touched one does not.
+hash = $(shell cat $(1) requirements/make_venv.sh pyproject.toml | sha256sum | cut -c1-16)
+LOCK := requirements/cpu.txt
+DEV := requirements/dev.txt
+VENV_STAMP := $(VENV)/.made-$(call hash,$(LOCK))
+DEV_STAMP := $(VENV)/.dev-$(call hash,$(LOCK) $(DEV))
+
+.PHONY: run test test-fast lint bench venv dev
+.NOTPARALLEL:
+
+run: venv
+	@$(PY) launch.py cluster=local recipe=tiny_grpo $(ARGS)
+
+test: dev
+	@$(PY) -m pytest $(ARGS)
+
+test-fast: dev
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+lint: dev
+	@$(PY) -m ruff check launch.py vime tests $(wildcard benchmarks)
+	@$(PY) -m mypy
+
+bench: venv
+	@$(PY) -m benchmarks $(ARGS)
+
+venv: $(VENV_STAMP)
+
+dev: $(DEV_STAMP)
+
+$(VENV_STAMP):
+	@requirements/make_venv.sh $(VENV) $(LOCK)
+	@rm -f $(VENV)/.made-* && touch $@
+
+$(DEV_STAMP): $(VENV_STAMP)
+	@requirements/make_venv.sh $(VENV) $(DEV)
+	@rm -f $(VENV)/.dev-* && touch $@
