@@ -22,7 +22,7 @@ run: {{root: runs, name: null, seed: 1234}}
 """
 
 ROLE = Role(
-    run_dir=Path("."),
+    run_dir=Path(),
     store_host="127.0.0.1",
     store_port=1,
     name="trainer",
@@ -35,7 +35,9 @@ ROLE = Role(
 )
 
 
-def make_run(root: Path, name: str = "tiny_grpo-20261129-194308-1a2b", steps: int = 60, learning_rate: str = "5e-4") -> RunDir:
+def make_run(
+    root: Path, name: str = "tiny_grpo-20261129-194308-1a2b", steps: int = 60, learning_rate: str = "5e-4"
+) -> RunDir:
     """A run that is pending: configuration and status only."""
     run = RunDir.create(root, name, "tiny_grpo")
     run.config.write_text(CONFIG.format(steps=steps, learning_rate=learning_rate))
@@ -91,13 +93,22 @@ def train(run: RunDir, first: int, last: int, attempt: int = 1) -> None:
 def evaluate(run: RunDir, version: int, attempt: int = 1) -> None:
     """A held-out evaluation: accuracy rises by 0.01 a version from 0.2."""
     accuracy = round(0.2 + 0.01 * version, 4)
-    run.append_event(role("generator", attempt=attempt), "evaluation", version=version, dataset="chain_sum", accuracy=accuracy, samples=128)
+    run.append_event(
+        role("generator", attempt=attempt),
+        "evaluation",
+        version=version,
+        dataset="chain_sum",
+        accuracy=accuracy,
+        samples=128,
+    )
 
 
 def update(run: RunDir, version: int, attempt: int = 1) -> None:
     """A verified weight update."""
     found = {"verified": True, "max_abs_diff": 9e-7, "mean_abs_diff": 3e-7, "engines": 1}
-    run.append_event(role("trainer", attempt=attempt), "weights_updated", version=version, seconds=0.2, bytes=4_194_304, **found)
+    run.append_event(
+        role("trainer", attempt=attempt), "weights_updated", version=version, seconds=0.2, bytes=4_194_304, **found
+    )
 
 
 def start_roles(run: RunDir, attempt: int = 1, ready: bool = True) -> None:
@@ -115,9 +126,7 @@ def make_completed(root: Path, **options: Any) -> RunDir:
     start_roles(run)
     train(run, 1, 60)
     run.append_event(role("trainer"), "exported", step=60, path=str(run.export / "step_60"))
-    run.write_status(
-        Status("completed", step=60, started="2026-11-29T19:43:08.123Z", ended="2026-11-29T19:50:20.623Z")
-    )
+    run.write_status(Status("completed", step=60, started="2026-11-29T19:43:08.123Z", ended="2026-11-29T19:50:20.623Z"))
     return run
 
 
@@ -132,11 +141,9 @@ def make_failed(root: Path, **options: Any) -> RunDir:
     tail = [
         "INFO 11-29 19:44:02 [loggers.py:257] Engine 000: Avg generation throughput: 1802.3 tokens/s, Running: 64 reqs",
         "\x1b[31mERROR\x1b[0m [core.py:991] EngineCore encountered a fatal error.",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] can't allocate memory: you tried to allocate 1073741824 B",
     ]
     log.write_text("\n".join(tail) + "\n")
     failure = Failure("engine", 0, "node03", None, "SIGKILL", "2026-11-29T19:44:10.400Z", str(log), tail)
-    run.write_status(
-        Status("failed", 1, 7, "2026-11-29T19:43:08.123Z", "2026-11-29T19:44:13.000Z", failure)
-    )
+    run.write_status(Status("failed", 1, 7, "2026-11-29T19:43:08.123Z", "2026-11-29T19:44:13.000Z", failure))
     return run

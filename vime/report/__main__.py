@@ -18,7 +18,9 @@ from vime.run_dir import RunDir
 def main(arguments: list[str] | None = None) -> int:
     """Print the report. Exit code 0 whatever became of the run; 2 when there is no such run."""
     parser = argparse.ArgumentParser(prog="python -m vime.report", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, its name under runs/, or a folder of runs")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="a run directory, its name under runs/, or a folder of runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the same as one JSON object")
     options = parser.parse_args(arguments)
     try:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vime.report.render import WIDTH, state_words
+from vime.report.render import state_words, tidy
 from vime.report.series import Data
 from vime.report.settings import Settings, read_settings
 from vime.report.summary import Summary, summarize
@@ -61,8 +61,11 @@ def compare(folder: Path, now: float | None = None) -> Comparison:
 
 def render_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table. Where it gets too wide, the keys keep their last part and the columns wrap, none is dropped."""
-    if console.width > WIDTH:
-        console.width = WIDTH
+    with tidy(console):
+        _print(comparison, console)
+
+
+def _print(comparison: Comparison, console: Console) -> None:
     states = [row.summary.outcome for row in comparison.runs]
     completed = sum(outcome.state == "completed" for outcome in states)
     console.print()

@@ -46,7 +46,6 @@ RATES = {
 """A rate and the seconds it was measured over, so that its mean is tokens over time and not a mean of ratios."""
 
 
-
 class Attempt(Data):
     """The steps that one attempt wrote, those included that a later attempt repeated."""
 

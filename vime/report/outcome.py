@@ -49,7 +49,9 @@ class Outcome(Data):
     """Seconds since then, at the time of the report."""
 
 
-def read_outcome(run: RunDir, slowest_step: float | None = None, now: float | None = None) -> tuple[Outcome, Status | None]:
+def read_outcome(
+    run: RunDir, slowest_step: float | None = None, now: float | None = None
+) -> tuple[Outcome, Status | None]:
     """The outcome, and the status it rests on (None when status.json does not read).
 
     `slowest_step`: seconds of the run's longest step; a run is not lost before five of those have passed in silence.

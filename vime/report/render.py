@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.report.outcome import Failure, Outcome
-from vime.report.series import Point, Series
+from vime.report.series import ENDS, Point, Series
 from vime.report.sparkline import bar, sparkline
 from vime.report.summary import Summary, TimeShare, Timing, summarize
 from vime.report.words import Glyphs, clean, duration, number, plural, size, span
@@ -28,8 +29,25 @@ def print_summary(run: RunDir, console: Console | None = None) -> None:
 
 def render(summary: Summary, console: Console) -> None:
     """Print a summary, at most 100 columns wide. Paths and a log's tail are never cut, so that they can be copied."""
-    console = _narrowed(console)
     glyphs = Glyphs.of(console.encoding)
+    with tidy(console):
+        _print(summary, console, glyphs)
+
+
+@contextmanager
+def tidy(console: Console) -> Iterator[None]:
+    """Print at most 100 columns wide and, where the output is not a terminal, without blanks at the ends of lines."""
+    console.width = min(console.width, WIDTH)
+    if console.is_terminal:
+        yield
+        return
+    with console.capture() as captured:
+        yield
+    console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    console.file.flush()
+
+
+def _print(summary: Summary, console: Console, glyphs: Glyphs) -> None:
     console.print()
     _print_head(summary, console, glyphs)
     rows = list(_rows(summary, glyphs, console.width - LABEL - 2))
@@ -50,12 +68,6 @@ def render(summary: Summary, console: Console) -> None:
         console.print(Text(f"logs  {summary.logs}", style="dim"), soft_wrap=True)
 
 
-def _narrowed(console: Console) -> Console:
-    if console.width > WIDTH:
-        console.width = WIDTH
-    return console
-
-
 def _print_head(summary: Summary, console: Console, glyphs: Glyphs) -> None:
     outcome = summary.outcome
     state, style = state_words(outcome)
@@ -67,6 +79,8 @@ def _print_head(summary: Summary, console: Console, glyphs: Glyphs) -> None:
     if outcome.duration is not None:
         time = f"{time} ({duration(outcome.duration)})".strip()
     console.print(Text(clean(f" {glyphs.dot} ".join([*where, *([time] if time else [])])), style="dim"))
+    if summary.failure:
+        console.print(Text(clean(failed_words(summary.failure)), style="red"))
     if summary.phase:
         quiet = outcome.heartbeat_age
         seen = f" {glyphs.dot} last sign of life {duration(quiet)} ago" if quiet is not None and quiet >= 30 else ""
@@ -97,27 +111,36 @@ def _rows(summary: Summary, glyphs: Glyphs, width: int) -> Iterator[tuple[str, R
         detail = ", ".join(part for part in (clean(held_out.dataset) if many else "", responses) if part)
         yield "held-out accuracy", Text(text + (f"  ({detail})" if detail else ""))
     if (diff := summary.logprob_diff) is not None:
-        yield "logprob difference", Text(
-            f"mean {number(diff.mean)}, max {number(diff.worst.value)} (step {diff.worst.step});"
-            f" {number(diff.first.value)} {glyphs.arrow} {number(diff.last.value)}"
+        yield (
+            "logprob difference",
+            Text(
+                f"{number(diff.first.value)} {glyphs.arrow} {number(diff.last.value)}, mean {number(diff.mean)},"
+                f" max {number(diff.worst.value)} (step {diff.worst.step})"
+            ),
         )
     if (weights := summary.weights) is not None:
-        compared = "" if weights.worst_mean_diff is None else f", worst mean difference {number(weights.worst_mean_diff)}"
-        if weights.worst_max_diff is not None:
-            compared += f", worst token {number(weights.worst_max_diff)}"
-        bulk = "" if weights.bytes is None else f"{size(weights.bytes)} "
-        pace = "" if weights.seconds_mean is None else f"; {bulk}in {duration(weights.seconds_mean)} each"
+        compared = (
+            "" if weights.worst_mean_diff is None else f", worst mean difference {number(weights.worst_mean_diff)}"
+        )
         style = "" if weights.verified == weights.updates else "yellow"
-        yield "weight updates", Text(f"{weights.verified} of {weights.updates} verified{compared}{pace}", style=style)
+        verified = f"{weights.verified} of {weights.updates} verified"
+        yield "weight updates", Text(verified + compared, style=style)
+        if weights.seconds_mean is not None:
+            bulk = f"{size(weights.bytes)} in " if weights.bytes is not None else ""
+            token = f", worst token {number(weights.worst_max_diff)}" if weights.worst_max_diff is not None else ""
+            yield "", Text(f"{bulk}{duration(weights.seconds_mean)} each{token}", style="dim")
     rates = [("rollout", summary.rates.rollout), ("training", summary.rates.actor_train)]
     spoken = [f"{name} {number(series.mean)}" for name, series in rates if series]
     if summary.rates.per_gpu:
-        spoken.append(f"{number(summary.rates.per_gpu.mean)} a GPU (or CPU rank) over the whole step")
+        spoken.append(f"whole step {number(summary.rates.per_gpu.mean)} a rank")
     if spoken:
         yield "tokens per second", Text(", ".join(spoken))
     if summary.dropped.samples:
         reasons = ", ".join(f"{count} {clean(reason)}" for reason, count in summary.dropped.reasons.items())
-        yield "dropped samples", Text(f"{summary.dropped.samples:,}" + (f" ({reasons})" if reasons else ""), style="yellow")
+        yield (
+            "dropped samples",
+            Text(f"{summary.dropped.samples:,}" + (f" ({reasons})" if reasons else ""), style="yellow"),
+        )
     if summary.engine_restarts:
         each = ", ".join(f"engine {r.engine}: {r.restarts}" for r in summary.engine_restarts)
         yield "engine restarts", Text(each, style="yellow")
@@ -132,9 +155,9 @@ def _series_rows(
 ) -> Iterator[tuple[str, RenderableType]]:
     yield name, Text(_course(series, unit, glyphs))
     if series.count > 2:
-        ends = f"  first {min(5, series.count)}: {number(series.first_mean)}, last {min(5, series.count)}: {number(series.last_mean)}"
+        ends = f"  first {ENDS}: {number(series.first_mean)}, last {ENDS}: {number(series.last_mean)}"
         line = sparkline(series.curve, max(8, min(48, width - len(ends))), glyphs.blocks)
-        yield "", Text.assemble((line, "cyan"), (ends, "dim") if series.count >= 10 else "")
+        yield "", Text.assemble((line, "cyan"), (ends, "dim") if series.count >= 2 * ENDS else "")
 
 
 def _course(series: Series, unit: str, glyphs: Glyphs) -> str:
@@ -167,17 +190,25 @@ def _time_table(timing: Timing, glyphs: Glyphs, width: int) -> Table:
     table.add_column(no_wrap=True)
     bars = max(10, min(40, width - LABEL - 30))
     step = timing.step_time
-    table.add_row(Text("time of a step", style="bold"), Text(duration(step.mean), style="bold"), "", "")
+    head = f"{_seconds(step.best.value)} to {_seconds(step.worst.value)}"
+    table.add_row(
+        *(Text(cell, style="bold") for cell in ("time of a step", _seconds(step.mean), "")), Text(head, style="dim")
+    )
 
-    def row(share: TimeShare, style: str) -> None:
-        text = Text(bar(share.share, bars, glyphs.full).rstrip(), style=style)
-        table.add_row(f"  {share.name}", duration(share.per_step), f"{share.share:.1%}", text)
+    def row(share: TimeShare, style: str, note: str = "") -> None:
+        drawn = Text(bar(share.share, bars, glyphs.full).rstrip(), style=style).append(note, style="dim")
+        table.add_row(f"  {share.name}", _seconds(share.per_step), f"{share.share:.1%}", drawn)
 
     for share in timing.trainer:
         row(share, "blue" if share.name != "wait" else "yellow")
     if timing.rollout.seconds:
-        row(timing.rollout.model_copy(update={"name": "(rollout)"}), "dim")
+        row(timing.rollout, "dim", "  meanwhile")
     return table
+
+
+def _seconds(value: float) -> str:
+    """Seconds to a hundredth, so that a column of them can be compared at a glance."""
+    return f"{value:,.2f} s"
 
 
 def _print_failure(failure: Failure, console: Console, glyphs: Glyphs) -> None:

@@ -9,7 +9,7 @@ from vime.report.metrics import LOGPROB_DIFF, LOSS, REWARD, STEP_TIME, TRAINER_T
 from vime.report.outcome import Failure, Outcome, read_outcome
 from vime.report.phase import read_phase
 from vime.report.series import Data, Series
-from vime.report.settings import Settings, read_settings
+from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
 from vime.run_dir import RunDir
 

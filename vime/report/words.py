@@ -9,7 +9,9 @@ from vime.report.outcome import seconds_of
 from vime.report.sparkline import ASCII_BLOCKS, BLOCKS
 
 # Escape sequences of terminals (CSI, OSC, single), then what is left of control characters.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,15 @@ def size(count: int) -> str:
 
 
 def span(started: str | None, ended: str | None, arrow: str) -> str:
-    """`2026-11-29 19:43:08 -> 19:52:10 UTC`; the day is repeated only when it changed. Empty without a start."""
+    """`2026-11-29 19:43:08 -> 19:52:10 UTC`; `since ...` while it goes.
+
+    The day is repeated only when it changed. Empty without a start.
+    """
     if seconds_of(started) is None or started is None:
         return ""
     start = started[:19].replace("T", " ")
     if seconds_of(ended) is None or ended is None:
-        return f"{start} UTC {arrow}"
+        return f"since {start} UTC"
     end = ended[:19].replace("T", " ")
     return f"{start} {arrow} {end[11:] if end[:10] == start[:10] else end} UTC"
 
