@@ -1,8 +1,8 @@
 """Advantages of the responses to one prompt, relative to each other.
 
-Both functions take rewards [N], the group of each sample (int64 [N], any numbers), and weights [N]: a sample of weight 0
-only fills up a batch; it does not count in its group and gets advantage 0. They compute in float64 and return float32 [N]
-without gradient. They raise ValueError when the reward of a sample that counts is not finite.
+Both functions take rewards [N], the group of each sample (int64 [N], any numbers), and weights [N]: a sample of weight
+0 only fills up a batch; it does not count in its group and gets advantage 0. They compute in float64 and return float32
+[N] without gradient. They raise ValueError when the reward of a sample that counts is not finite.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 RESIDUE = 2.0**-20
-"""Rewards that differ by no more than this share of the largest of them count as equal. They travel in float32, where one
-number computed in two ways differs by a few units of 2**-23; what is left of such a difference must not be divided by
-itself and become an advantage."""
+"""Rewards that differ by no more than this share of the largest of them count as equal. They travel in float32, where
+one number computed in two ways differs by a few units of 2**-23; what is left of such a difference must not be divided
+by itself and become an advantage."""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize_std: bool) -> Tensor:
-    """GRPO: (reward - mean of the group) / standard deviation of the group; without the division if not `normalize_std`.
+    """GRPO: (reward - mean of the group) / standard deviation of the group, the division only if `normalize_std`.
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without the division, Dr. GRPO, arXiv 2503.20783. The deviation
-    is the unbiased one (n - 1) and nothing is added to it: a group without spread, which the usual small constant guards
-    against, gets exactly 0, as does a group of one.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without the division, Dr. GRPO, arXiv 2503.20783. The
+    deviation is the unbiased one (n - 1) and nothing is added to it: a group without spread, which the usual small
+    constant guards against, gets exactly 0, as does a group of one.
     """
     result = torch.zeros(len(rewards), dtype=torch.float32, device=rewards.device)
     for members in _members(rewards, groups, weights):
@@ -34,7 +34,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize
 
 
 def leave_one_out_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize_std: bool) -> Tensor:
-    """RLOO: reward - mean of the others in the group; divided by the standard deviation of the others if `normalize_std`.
+    """RLOO: reward - mean of the group's others; divided by the others' standard deviation if `normalize_std`.
 
     Source: Back to Basics, arXiv 2402.14740. When the others have no spread, the divided advantage is 0. A group of one
     has no others: 0.
@@ -46,7 +46,8 @@ def leave_one_out_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, n
         if spread_is_residue(values):
             continue
         # Row i holds the others of sample i. Not n * mean - own: that difference leaves rounding residue of its own.
-        others = values.expand(count, count)[~torch.eye(count, dtype=torch.bool, device=values.device)].view(count, count - 1)
+        other = ~torch.eye(count, dtype=torch.bool, device=values.device)
+        others = values.expand(count, count)[other].view(count, count - 1)
         advantage = values - others.mean(1)
         if normalize_std:
             flat = spread_is_residue(others)
@@ -72,4 +73,4 @@ def _members(rewards: Tensor, groups: Tensor, weights: Tensor) -> list[Tensor]:
         return []
     order = torch.argsort(groups[counted], stable=True)
     sizes = torch.unique_consecutive(groups[counted][order], return_counts=True)[1]
-    return list(counted[order].split(sizes.tolist()))
+    return list(torch.split(counted[order], sizes.tolist()))

@@ -10,7 +10,9 @@ from vime.algorithms.losses import LARGEST_LOG_RATIO
 from vime.algorithms.masking import kept
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"], mask: Tensor) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"], mask: Tensor
+) -> Tensor:
     """Estimate [T] of KL(p || p_ref), with d = log p_ref - log p of tokens sampled from p; 0 outside the mask.
 
     k1 = -d: unbiased, large variance, may be negative. As a loss its expected gradient is zero: it is for rewards.

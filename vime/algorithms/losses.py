@@ -18,8 +18,8 @@ def policy_loss(
     """PPO's clipped surrogate, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = p / p_old.
 
     Sources: PPO, arXiv 1707.06347; separate bounds ("clip-higher"), DAPO, arXiv 2503.14476. All arguments are [T], mask
-    bool or 0/1; only `logprobs` gets a gradient. Returns the loss [T] and, bool [T], where the clip took the gradient away.
-    Raises NonFiniteLogprob for a NaN or infinity where the mask holds.
+    bool or 0/1; only `logprobs` gets a gradient. Returns the loss [T] and, bool [T], where the clip took the gradient
+    away. Raises NonFiniteLogprob for a NaN or infinity where the mask holds.
     """
     keep = mask.bool()
     new = kept(logprobs, keep, "logprobs")

@@ -17,7 +17,7 @@ class NonFiniteLogprob(Exception):
 
 
 def kept(values: Tensor, keep: Tensor, name: str) -> Tensor:
-    """`values` [T] where `keep` (bool [T]) holds, and exactly 0 with exactly zero gradient elsewhere, whatever is there.
+    """`values` [T] where `keep` (bool [T]) holds; elsewhere 0 with exactly zero gradient, whatever stands there.
 
     The choice is made before any arithmetic: multiplying by a mask afterwards leaves NaN * 0 = NaN, in the value and in
     the gradient. Raises NonFiniteLogprob for the first kept value that is not finite.

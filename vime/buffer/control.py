@@ -129,7 +129,7 @@ class Control:
     def clone(self) -> Control:
         """A second connection to the same store, for another thread."""
         with _reporting():
-            return Control(self._store.clone())  # type: ignore[arg-type]
+            return Control(self._store.clone())  # type: ignore[attr-defined]
 
     @property
     def store(self) -> PrefixStore:

@@ -59,8 +59,8 @@ def remove_temporaries(folder: Path) -> None:
 def wait_for_file(path: Path, size: int, timeout: float) -> None:
     """Wait until `path` shows on this node with its announced size, at most `timeout` seconds.
 
-    A new file can show late on a network filesystem. Raises WaitTimeout naming the file and what was seen, or BufferFault
-    when it is larger than announced.
+    A new file can show late on a network filesystem. Raises WaitTimeout naming the file and what was seen, or
+    BufferFault when it is larger than announced.
     """
     deadline = time.monotonic() + timeout
     pause = 0.005
@@ -77,7 +77,7 @@ def wait_for_file(path: Path, size: int, timeout: float) -> None:
         # No event tells a node of a network filesystem that another made a file. Listing the folder makes it ask the
         # server again instead of repeating that the name does not exist.
         if path.parent.is_dir():
-            os.listdir(path.parent)
+            sum(1 for _ in path.parent.iterdir())
         time.sleep(min(pause, left))
         pause = min(pause * 2, 0.25)
 

@@ -50,10 +50,12 @@ class BufferReader:
                 wait_for_file(path, sizes[entry.chunk], self._timeout)
                 chunk = opened[entry.chunk] = Chunk.open(path)
             if entry.index >= len(chunk):
-                raise BufferFault(f"{chunk.path} has {len(chunk)} samples, the batch of step {manifest.step} wants {entry.index}")
+                raise BufferFault(
+                    f"{chunk.path} has {len(chunk)} samples, the batch of step {manifest.step} wants {entry.index}"
+                )
             sample = chunk.sample(entry.index)
             if (len(sample.token_ids), sample.response_length) != (entry.tokens, entry.response_tokens):
-                raise BufferFault(f"{chunk.path} sample {entry.index} is not the one in the batch of step {manifest.step}")
+                raise BufferFault(f"{chunk.path} sample {entry.index} is not that of the batch of step {manifest.step}")
             samples.append(sample)
         return samples
 

@@ -1,4 +1,4 @@
-"""What generation hands to training: one response with everything needed to train on it, and the group it belongs to."""
+"""What generation hands to training: one response with all that is needed to train on it, and the group it is in."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Sample:
             raise ValueError(f"versions start at {starts.tolist()}: they must grow from 0 within {response} tokens")
         if not np.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}")
-        routes = self.routed_experts
-        if routes is not None and (routes.ndim != 3 or len(routes) != max(total - 1, 0) or routes.dtype.kind not in "iu"):
+        routes, rows = self.routed_experts, max(total - 1, 0)
+        if routes is not None and (routes.ndim != 3 or len(routes) != rows or routes.dtype.kind not in "iu"):
             raise ValueError(
-                f"routed_experts is {routes.dtype}{list(routes.shape)}, expected integers"
-                f" [{max(total - 1, 0)}, layers, top-k] for {total} tokens"
+                f"routed_experts is {routes.dtype}{list(routes.shape)}, expected integers [{rows}, layers, top-k]"
+                f" for {total} tokens"
             )
 
     @property

@@ -64,8 +64,9 @@ class BufferWriter:
     def resume(self, done: int) -> Resumed:
         """Take up what is on disk when `done` optimizer steps are in the checkpoint that the trainers start from.
 
-        Call it once, before the first `add`, in a fresh run too (with 0). Deletes half-written files and batches that the
-        checkpoint covers; announces the later ones again, in order; counts groups in chunks of no batch into the next.
+        Call it once, before the first `add`, in a fresh run too (with 0). Deletes half-written files and batches that
+        the checkpoint covers; announces the later ones again, in order; counts groups in chunks of no batch into the
+        next.
         Raises BufferFault naming a file that was committed and is damaged now.
         """
         for name in (CHUNKS, BATCHES):
@@ -107,8 +108,8 @@ class BufferWriter:
     def commit_batch(self, step: int, metrics: Mapping[str, float], cursor: Mapping[str, Any]) -> Manifest:
         """Commit everything added since the last batch as the batch of `step`, and announce it.
 
-        Steps follow each other without a gap. Raises ValueError for another step or an empty batch, BufferFault when the
-        disk refuses, WaitTimeout when no room was made in time.
+        Steps follow each other without a gap. Raises ValueError for another step or an empty batch, BufferFault when
+        the disk refuses, WaitTimeout when no room was made in time.
         """
         if step != self._step + 1:
             raise ValueError(f"the batch after step {self._step} is {self._step + 1}, not {step}")
@@ -134,8 +135,8 @@ class BufferWriter:
     def wait_for_room(self, needed: int = 1) -> None:
         """Wait until `needed` more bytes fit into `buffer.max_bytes`, at most `buffer.wait_timeout` seconds.
 
-        Raises WaitTimeout naming the batch whose training would make room, or UserError when one batch alone is larger than
-        the budget, because no wait would end that.
+        Raises WaitTimeout naming the batch whose training would make room, or UserError when one batch alone is larger
+        than the budget, because no wait would end that.
         """
         deadline = time.monotonic() + self._config.wait_timeout
         limit = self._config.max_bytes
@@ -148,15 +149,15 @@ class BufferWriter:
                 return
             if not self._waiting:
                 raise UserError(
-                    f"buffer.max_bytes={limit:,} is less than the batch of step {self._step + 1} alone, which has reached"
-                    f" {own:,} bytes: raise it"
+                    f"buffer.max_bytes={limit} is less than the batch of step {self._step + 1} alone, which has"
+                    f" reached {own} bytes: raise it"
                 )
             oldest = min(self._waiting)
             self._control.wait_consumed(
                 oldest,
                 max(deadline - time.monotonic(), 0.0),
-                f"the trainers to train the batch of step {oldest}: {held:,} bytes wait to be trained, {own:,} more do not"
-                f" fit into buffer.max_bytes={limit:,} (in all {self._config.wait_timeout:g} s)",
+                f"the trainers to train the batch of step {oldest}: {held:,} bytes wait to be trained, {own:,} more"
+                f" do not fit into buffer.max_bytes={limit:,}",
             )
 
     def _commit_chunk(self) -> None:
@@ -176,7 +177,8 @@ class BufferWriter:
         path = self._folder / CHUNKS / name
         chunk = Chunk.open(path)
         groups = [
-            Group(g.uid, g.index, tuple(chunk.sample(i) for i in range(g.first, g.first + g.count))) for g in chunk.groups
+            Group(g.uid, g.index, tuple(chunk.sample(i) for i in range(g.first, g.first + g.count)))
+            for g in chunk.groups
         ]
         self._count_in(ChunkInfo(name=name, bytes=path.stat().st_size), groups)
 
