@@ -364,7 +364,8 @@ class Config(Section):
         if samples < self.training.data_parallel:
             raise ValueError(
                 f"a step has {self.rollout.prompts_per_step} x {self.rollout.samples_per_prompt} = {samples} samples,"
-                f" fewer than training's {self.training.data_parallel} data-parallel ranks"
+                f" fewer than the {self.training.data_parallel} data-parallel ranks of"
+                f" training.ranks={self.training.ranks}"
             )
         if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ValueError("grpo compares responses of one prompt: rollout.samples_per_prompt must be at least 2")

@@ -20,6 +20,7 @@ from vime.errors import UserError
 KeyPath = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
+_BREAK = re.compile("[\\r\\n\\x85\\u2028\\u2029\\ufeff]")
 # Core schema, https://yaml.org/spec/1.2.2/#103-core-schema: tag, pattern, first characters of what can match.
 _CORE: tuple[tuple[str, str, str], ...] = (
     ("null", r"(?:~|null|Null|NULL|)$", "~nN\0"),
@@ -51,6 +52,13 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML's other styles fold the rarer line breaks (a bare return, U+0085, U+2028) into spaces.
+        return self.represent_scalar(_TAG + "str", data, style='"' if _BREAK.search(data) else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 @dataclass(frozen=True)
