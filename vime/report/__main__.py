@@ -34,13 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     if is_run(folder):
         summary = summarize(RunDir(folder))
         if options.json:
-            print(summary.model_dump_json(indent=2))
+            print(summary.model_dump_json(indent=2, ensure_ascii=True))
         else:
             render(summary, console)
         return 0
     comparison = compare(folder)
     if options.json:
-        print(comparison.model_dump_json(indent=2))
+        print(comparison.model_dump_json(indent=2, ensure_ascii=True))
     else:
         render_comparison(comparison, console)
     return 0

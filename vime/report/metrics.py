@@ -87,7 +87,7 @@ def read_metrics(path: Path, tolerance: float | None = None) -> Metrics:
     those lines are left out even where the later attempt has not come so far again.
     """
     every = _Pass(tolerance)
-    attempts: list[Attempt] = []
+    attempts: list[list[int]] = []  # attempt, first step, last step
     rewinds: list[tuple[int, int]] = []  # (line, step) at which the steps went back
     previous = lines = 0
     for step, record in _steps(path):
@@ -135,13 +135,13 @@ class _Pass:
             for name, key in TRAINER_TIMES.items():
                 metrics.seconds[name] += _seconds(record, key)
 
-    def result(self, attempts: list[Attempt], repeated: int) -> Metrics:
+    def result(self, attempts: list[list[int]], repeated: int) -> Metrics:
         for name, gather in self._gather.items():
             if (series := gather.series()) is not None:
                 self.metrics.series[name] = series
             if gather.nonfinite:
                 self.metrics.nonfinite[name] = gather.nonfinite
-        self.metrics.attempts = attempts
+        self.metrics.attempts = [Attempt(attempt=n, first_step=a, last_step=b) for n, a, b in attempts]
         self.metrics.repeated = repeated
         return self.metrics
 
@@ -154,14 +154,14 @@ def _steps(path: Path) -> Iterator[tuple[int, Record]]:
             yield step, record
 
 
-def _note_attempt(attempts: list[Attempt], step: int, record: Record) -> None:
-    number = record.get("attempt", attempts[-1].attempt if attempts else 1)
+def _note_attempt(attempts: list[list[int]], step: int, record: Record) -> None:
+    number = record.get("attempt", attempts[-1][0] if attempts else 1)
     if not isinstance(number, int):
         return
-    if attempts and attempts[-1].attempt == number:
-        attempts[-1] = attempts[-1].model_copy(update={"last_step": step})
+    if attempts and attempts[-1][0] == number:
+        attempts[-1][2] = step
     else:
-        attempts.append(Attempt(attempt=number, first_step=step, last_step=step))
+        attempts.append([number, step, step])
 
 
 def _seconds(record: Record, name: str) -> float:

@@ -43,7 +43,9 @@ def tidy(console: Console) -> Iterator[None]:
         return
     with console.capture() as captured:
         yield
-    console.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    text = "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
+    # A log's tail may hold what the output's encoding does not.
+    console.file.write(text.encode(console.encoding, "replace").decode(console.encoding))
     console.file.flush()
 
 

@@ -54,10 +54,10 @@ class Gather:
     def __init__(self, better: Literal["high", "low"] = "high") -> None:
         self._sign = 1.0 if better == "high" else -1.0
         self._curve = Curve()
-        self._head: list[Point] = []
-        self._tail: deque[Point] = deque(maxlen=ENDS)
-        self._best: Point | None = None
-        self._worst: Point | None = None
+        self._head: list[tuple[int, float]] = []  # (step, value); Points are made once, at the end
+        self._tail: deque[tuple[int, float]] = deque(maxlen=ENDS)
+        self._best: tuple[int, float] | None = None
+        self._worst: tuple[int, float] | None = None
         self._total = self._weight = 0.0
         self._count = 0
         self.nonfinite = 0
@@ -70,10 +70,10 @@ class Gather:
         if not math.isfinite(number):
             self.nonfinite += 1
             return
-        point = Point(step=step, value=number)
-        if self._best is None or (number - self._best.value) * self._sign > 0:
+        point = (step, number)
+        if self._best is None or (number - self._best[1]) * self._sign > 0:
             self._best = point
-        if self._worst is None or (number - self._worst.value) * self._sign < 0:
+        if self._worst is None or (number - self._worst[1]) * self._sign < 0:
             self._worst = point
         if len(self._head) < ENDS:
             self._head.append(point)
@@ -90,15 +90,19 @@ class Gather:
         return Series(
             count=self._count,
             nonfinite=self.nonfinite,
-            first=self._head[0],
-            last=self._tail[-1],
-            best=self._best,
-            worst=self._worst,
-            mean=self._total / self._weight if self._weight else self._tail[-1].value,
-            first_mean=sum(p.value for p in self._head) / len(self._head),
-            last_mean=sum(p.value for p in self._tail) / len(self._tail),
+            first=_point(self._head[0]),
+            last=_point(self._tail[-1]),
+            best=_point(self._best),
+            worst=_point(self._worst),
+            mean=self._total / self._weight if self._weight else self._tail[-1][1],
+            first_mean=sum(value for _, value in self._head) / len(self._head),
+            last_mean=sum(value for _, value in self._tail) / len(self._tail),
             curve=self._curve.means(),
         )
+
+
+def _point(pair: tuple[int, float]) -> Point:
+    return Point(step=pair[0], value=pair[1])
 
 
 def as_number(value: Any) -> float | None:

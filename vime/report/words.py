@@ -34,7 +34,7 @@ class Glyphs:
 
 def clean(text: str) -> str:
     """`text` without terminal control sequences: a log's tail must not be able to move the reader's cursor."""
-    return _CONTROL.sub("", text.expandtabs(4))
+    return _CONTROL.sub("", text).expandtabs(4)
 
 
 def number(value: float) -> str:
