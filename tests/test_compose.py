@@ -193,7 +193,9 @@ def test_a_warmup_trains_the_run_s_own_tiny_model() -> None:
 
 def test_a_warmup_that_needs_a_warmup_is_refused_rather_than_followed(recipe_file: Path) -> None:
     recipe_file.write_text(
-        f"model: {{tiny: {{}}, warmup: {recipe_file}}}\nrollout: {{engines: 0, context: 64}}\nalgorithm: {{name: sft}}\n"
+        f"model: {{tiny: {{}}, warmup: {recipe_file}}}\n"
+        "rollout: {engines: 0, context: 64}\n"
+        "algorithm: {name: sft}\n"
     )
     assert "a warm-up starts from a new model" in refused(recipe=str(recipe_file))
 

@@ -102,7 +102,7 @@ def explain(error: ValidationError, schema: type[BaseModel], data: Any, places: 
         line = f"unknown key {name}{_nearest_key(path, schema)}"
     elif kind == "missing":
         line = f"{name} is missing"
-    elif kind == "value_error" and any(name == "" or word in message for word in (name, f"{name}.")):
+    elif kind == "value_error" and name in message:
         line = message
     else:
         line = f"{name}={shown(_value_at(path, data))} {message}{_hint(items, path, data)}"
