@@ -48,11 +48,11 @@ if ! is_311 "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/nu
     "$python" -m venv "$venv"
 fi
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet --no-input "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq --no-input "$@"; }
 
 for list in "$@"; do
     say "installing $(grep -c '==' "$list") packages of $list"
-    # pip names an index it could not use on every line; what matters is whether it ends well.
+    # Errors only: pip also warns once a package about an index that it could not read.
     pip install --no-deps -r "$list"
 done
 pip install --no-deps --no-build-isolation -e .

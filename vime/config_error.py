@@ -119,10 +119,12 @@ def place_of(path: KeyPath, message: str, places: Mapping[KeyPath, Place]) -> Pl
 
     Of several the command line's comes first: it is what a person changed last.
     """
-    if path in places and not any(len(key) > len(path) and key[: len(path)] == path for key in places):
+    sections = {key[:end] for key in places for end in range(len(key))}
+    if path in places and path not in sections:
         return places[path]
     words = [tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message)]
-    named = [places[key] for word in words for key in (word, (*path, *word)) if key and key != path and key in places]
+    values = places.keys() - sections
+    named = [places[key] for word in words for key in (word, (*path, *word)) if key in values]
     if named:
         return next((place for place in named if place.line is None), named[0])
     return next(places[path[:end]] for end in range(len(path), -1, -1) if path[:end] in places or end == 0)
