@@ -88,7 +88,8 @@ class Ranks:
 def _serve(pipe: Connection) -> None:
     from vime.training import cpu, parallel
 
-    cpu.enable(threads=1)
+    torch.set_num_threads(1)
+    cpu.enable()
     with contextlib.suppress(EOFError):
         while True:
             target, rank, world_size, path, args = pipe.recv()

@@ -78,6 +78,14 @@ _MESSAGE: TypeAdapter[BatchMessage | EngineMessage | StopMessage] = TypeAdapter(
 _T = TypeVar("_T")
 
 
+def parse_message(data: bytes) -> BatchMessage | EngineMessage | StopMessage:
+    """A message from its JSON, as trainer rank 0 passes it to the other ranks. Raises BadMessage."""
+    try:
+        return _MESSAGE.validate_json(data)
+    except ValidationError as error:
+        raise BadMessage(f"not a message: {data[:80]!r}") from error
+
+
 class Control:
     """One connection to the run's store, in the name space of one attempt.
 

@@ -39,9 +39,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return wrapped
 
 
-def enable(threads: int) -> None:
-    """Make Megatron-core run on the CPU with `threads` threads in this process. Idempotent."""
-    torch.set_num_threads(threads)
+def enable() -> None:
+    """Make Megatron-core run on this process's CPU. Idempotent."""
     if getattr(torch.cuda, "_vime_cpu", False):
         return
     torch.cuda._vime_cpu = True  # type: ignore[attr-defined]

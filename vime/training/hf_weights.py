@@ -104,12 +104,8 @@ def export(model: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | No
     parameters = _parameters(model)
     first = dist.get_rank() == 0
     for turn in range(stages):
-        mine = turn == stage
-        listing: list[object] = [[_shape_of(w, parameters[w.megatron], model) for w in stage_weights(model)] if mine else None]
-        if stages > 1:
-            dist.broadcast_object_list(listing, src=dist.get_global_rank(pipeline, turn), group=pipeline)
-        weights = iter(stage_weights(model)) if mine else None
-        for entry in listing[0]:  # type: ignore[attr-defined]
+        weights = iter(stage_weights(model)) if turn == stage else None
+        for entry in _listing(model, turn):
             full: list[Tensor] | None = None
             if weights is not None:
                 weight = next(weights)
@@ -119,6 +115,24 @@ def export(model: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | No
                 if turn > 0 and parallel_state.get_tensor_model_parallel_rank() == 0:
                     tensor = _to_first_stage(tensor, shape, dtype, turn, stage, pipeline)
                 yield name, tensor if first else None
+
+
+def shapes(model: Policy) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and full shapes of what `export` yields, in its order. A collective over the first model replica."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return [item for turn in range(stages) for entry in _listing(model, turn) for item in entry]
+
+
+def _listing(model: Policy, turn: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Names and full shapes of the Hugging Face tensors of each weight of stage `turn`, on every stage."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    mine = parallel_state.get_pipeline_model_parallel_rank() == turn
+    parameters = _parameters(model)
+    listing = [[_shape_of(w, parameters[w.megatron], model) for w in stage_weights(model)] if mine else None]
+    if pipeline.size() > 1:
+        dist.broadcast_object_list(listing, src=dist.get_global_rank(pipeline, turn), group=pipeline)
+    assert listing[0] is not None
+    return listing[0]
 
 
 def _shape_of(weight: Weight, parameter: Tensor, model: Policy) -> list[tuple[str, tuple[int, ...]]]:

@@ -58,7 +58,8 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        perform_initialization=False,
+        # Only initialisation marks a parameter as divided, by which gradient norms count each value once.
+        perform_initialization=True,
     )
 
 
@@ -124,15 +125,16 @@ class Policy(GPTModel):
         )
         return torch.stack([logprobs, entropies])
 
-    def run(self, pack: Pack) -> Tensor:
-        """The forward pass of one pack: float32 [2, labelled tokens] on the last stage, hidden states on the others."""
-        return self(  # type: ignore[no-any-return]
-            input_ids=pack.token_ids.unsqueeze(0),
-            position_ids=pack.position_ids.unsqueeze(0),
-            attention_mask=None,
-            labels=pack.labels,
-            packed_seq_params=pack.params,
-        )
+
+def inputs(pack: Pack) -> dict[str, Any]:
+    """Keyword arguments of the policy's forward pass for one pack."""
+    return {
+        "input_ids": pack.token_ids.unsqueeze(0),
+        "position_ids": pack.position_ids.unsqueeze(0),
+        "attention_mask": None,
+        "labels": pack.labels,
+        "packed_seq_params": pack.params,
+    }
 
 
 def build(architecture: Architecture, config: Config) -> Policy:

@@ -25,7 +25,7 @@ def initialize(config: Config, store: dist.Store, rank: int, world_size: int) ->
         tensor_model_parallel_size=training.tensor_parallel,
         pipeline_model_parallel_size=training.pipeline_parallel,
         distributed_timeout_minutes=max(1, int(training.timeout // 60)),
-        create_gloo_process_groups=cuda,
+        create_gloo_process_groups=False,
     )
     torch.manual_seed(config.run.seed)
     model_parallel_cuda_manual_seed(config.run.seed)
@@ -61,3 +61,13 @@ def is_last_stage() -> bool:
 def last_stage_rank() -> int:
     """Global rank of the last pipeline stage in this rank's pipeline."""
     return int(parallel_state.get_pipeline_model_parallel_last_rank())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks that hold the other stages of this rank's model replica."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def replica_group() -> dist.ProcessGroup:
+    """The ranks of this rank's model replica, over tensor and pipeline parallelism."""
+    return parallel_state.get_model_parallel_group()

@@ -1,0 +1,171 @@
+"""One trainer rank: take batches from the buffer, step, hand the new weights to the engines. `python -m vime.training.main`."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vime.buffer.control import BatchMessage, Control, EngineMessage, StopMessage, parse_message
+from vime.buffer.manifest import Manifest
+from vime.buffer.reader import BufferReader
+from vime.compose import load_resolved
+from vime.config import Config
+from vime.role import Role, die_with_parent
+from vime.run_dir import RunDir, utc_now
+
+if TYPE_CHECKING:
+    from vime.training.learner import Learner
+    from vime.training.weights import WeightSync
+
+
+def main() -> int:
+    """Train the run's steps. Returns the exit code; a failure is an exception, whose traceback is the log's tail."""
+    die_with_parent()
+    role = Role.from_environment()
+    run = RunDir(role.run_dir)
+    config = load_resolved(run.config)
+    # Megatron-core says in eight lines that it runs without Apex and Transformer Engine; that is a choice here.
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|cuda_graph_scope).*")
+    if config.cluster.device == "cpu":
+        from vime.training import cpu
+
+        cpu.enable()
+    control = Control.connect(role, config.cluster.startup_timeout)
+    Trainer(config, role, run, control).run()
+    return 0
+
+
+class Trainer:
+    """The life of one rank. Rank 0 alone reads the inbox and writes files; what it decides is broadcast."""
+
+    def __init__(self, config: Config, role: Role, run: RunDir, control: Control) -> None:
+        from torch.distributed import PrefixStore
+
+        from vime.training import parallel
+        from vime.training.learner import Learner
+
+        self.config, self.role, self.run_dir, self.control = config, role, run, control
+        self.first = role.rank == 0
+        self._event("started")
+        parallel.initialize(config, PrefixStore("trainer", control.store), role.rank, role.world_size)
+        self.learner: Learner = Learner(config, role.model)
+        self.reader = BufferReader(run, config.buffer)
+        self.sync: WeightSync | None = None
+        if config.rollout.engines:
+            from vime.training.weights import WeightSync
+
+            self.sync = WeightSync(config, role, control.clone(), self.learner)
+        self.step = 0
+        self.messages = 0
+
+    def run(self) -> None:
+        """Train until the last step."""
+        from vime.training import parallel
+
+        if self.first:
+            self.control.put("start", {"step": self.step, "cursor": {}})
+        if self.sync is not None:
+            self.sync.connect()
+        self._event("ready")
+        self._publish()
+        ended = time.monotonic()
+        while self.step < self.config.training.steps:
+            waited = time.monotonic()
+            message, manifest = self._next()
+            waited = time.monotonic() - waited
+            if isinstance(message, EngineMessage):
+                self._event("engine_rejoins", engine=message.index, incarnation=message.incarnation)
+                assert self.sync is not None
+                self.sync.connect()
+                self._publish()
+            elif isinstance(message, StopMessage):
+                break
+            else:
+                assert manifest is not None
+                ended = self._train(manifest, waited, ended)
+        self._finish()
+        parallel.shutdown()
+        self._event("stopped")
+
+    def _next(self) -> tuple[BatchMessage | EngineMessage | StopMessage, Manifest | None]:
+        """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
+        from vime.training.broadcast import broadcast_bytes
+
+        kind, body = b"", b""
+        if self.first:
+            timeout = self.config.buffer.wait_timeout
+            message = self.control.next_message(self.messages, timeout, f"the batch of step {self.step + 1} from the generator")
+            kind = message.model_dump_json().encode()
+            if isinstance(message, BatchMessage):
+                body = self.reader.manifest(message).to_bytes()
+        self.messages += 1
+        received = parse_message(broadcast_bytes(kind))
+        data = broadcast_bytes(body)
+        return received, Manifest.from_bytes(data) if isinstance(received, BatchMessage) else None
+
+    def _train(self, manifest: Manifest, waited: float, ended: float) -> float:
+        """One step on one batch; returns the time at its end."""
+        from vime.training import batch
+
+        if manifest.step != self.step + 1:
+            raise RuntimeError(f"the batch of step {manifest.step} arrived when that of step {self.step + 1} was due")
+        started = time.monotonic()
+        loaded = batch.load(manifest, self.reader, self.config, version=self.step)
+        metrics = self.learner.train(loaded)
+        trained = time.monotonic() - started
+        self.step += 1
+        updating = self._publish()
+        now = time.monotonic()
+        if self.first:
+            self.control.publish_consumed(self.step)
+            total = now - ended
+            self.run_dir.append_metrics(
+                {
+                    "step": self.step,
+                    "version": self.step,
+                    "attempt": self.role.attempt,
+                    "time": utc_now(),
+                    **manifest.metrics,
+                    **metrics,
+                    "perf/step_time": total,
+                    "perf/actor_train_time": trained,
+                    "perf/log_probs_time": 0.0,
+                    "perf/update_weights_time": updating,
+                    "perf/wait_time_ratio": waited / total,
+                    "perf/actor_train_tok_per_s": loaded.tokens / trained,
+                    "perf/tokens_per_gpu_per_sec": loaded.tokens / total / self.role.world_size,
+                }
+            )
+            if self.config.training.save_interval == 0:
+                self.reader.collect(self.step)  # nothing will resume from here, so nothing needs the batch again
+        return now
+
+    def _publish(self) -> float:
+        """Give the engines the current weights and say so; returns the seconds it took."""
+        started = time.monotonic()
+        if self.sync is not None:
+            update = self.sync.update(self.step)
+            if update is not None:
+                self._event("weights_updated", **asdict(update))
+        if self.first:
+            self.control.publish_version(self.step)
+        return time.monotonic() - started
+
+    def _finish(self) -> None:
+        if self.config.training.export:
+            from vime.training.exporting import export
+
+            target = self.run_dir.export / f"step_{self.step}"
+            export(self.learner, self.role.model, target, self.config.training.dtype)
+            self._event("exported", step=self.step, path=str(target))
+
+    def _event(self, event: str, **details: Any) -> None:
+        if self.first:
+            self.run_dir.append_event(self.role, event, **details)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""New weights for the engines: pause, transfer, reset the prefix cache, resume, verify."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
+
+from vime.buffer.control import Control
+from vime.buffer.sample import Sample
+from vime.config import Config
+from vime.models.hf_folder import torch_dtype
+from vime.role import Role
+from vime.training import hf_weights, parallel
+from vime.training.fleet import Fleet, Probed
+from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+from vime.training.learner import Learner
+
+PROBE_TOKENS = 256
+
+
+class StaleEngine(RuntimeError):
+    """An engine does not serve the weights that the trainer holds."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update did. seconds: of the whole; bytes: sent to each engine; differences: |engine - trainer| in nats."""
+
+    version: int
+    seconds: float
+    bytes: int
+    verified: bool
+    max_abs_diff: float
+    mean_abs_diff: float
+    engines: int
+
+
+class PolicySource(WeightSource):
+    """The policy as vLLM's trainer engines read it: Hugging Face names and full tensors, one at a time."""
+
+    def __init__(self, learner: Learner, dtype: torch.dtype) -> None:
+        self._learner = learner
+        self._dtype = dtype
+        self._metadata: list[ParamMeta] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """Names, types and shapes of what iteration yields. The first call is a collective over the first replica."""
+        if self._metadata is None:
+            self._metadata = [ParamMeta(name, self._dtype, shape) for name, shape in hf_weights.shapes(self._learner.policy)]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A collective over the first replica; only rank 0 sees tensors."""
+        yield from hf_weights.export(self._learner.policy, self._dtype)  # type: ignore[misc]
+
+
+class WeightSync:
+    """Keeps all engines at the learner's version. Its methods are collectives over all trainer ranks."""
+
+    def __init__(self, config: Config, role: Role, control: Control, learner: Learner) -> None:
+        self._config = config
+        self._role = role
+        self._control = control
+        self._learner = learner
+        self._source = PolicySource(learner, torch_dtype(config.rollout.dtype))
+        self._transfer: TrainerWeightTransferEngine[GlooTrainerInitInfo] | None = None
+        self._fleet: Fleet | None = None
+        self._probe = _probe_tokens(learner.policy.architecture.vocabulary, _context(config, learner), config.run.seed)
+
+    def connect(self) -> None:
+        """Find the engines and join them in a transfer group; again after an engine has restarted."""
+        if parallel.is_first_replica():
+            self.close()
+            if self._role.rank == 0:
+                startup = self._config.cluster.startup_timeout
+                addresses = [self._control.engine(i, startup) for i in range(self._config.rollout.engines)]
+                self._fleet = Fleet(addresses, self._role.token, self._config.weights.timeout)
+            self._transfer = self._open()
+        dist.barrier()
+
+    def update(self, version: int) -> Update | None:
+        """Send the policy, as `version`, to every engine and prove that each serves it. What was done, on rank 0.
+
+        Raises StaleEngine when an engine's logprobs are not the trainer's, and EngineFault or WaitTimeout when one
+        does not answer.
+        """
+        report = self._update(version) if parallel.is_first_replica() else None
+        dist.barrier()
+        return report
+
+    def close(self) -> None:
+        """Leave the transfer group."""
+        if self._transfer is not None:
+            self._transfer.shutdown()
+        if self._fleet is not None:
+            self._fleet.close()
+        self._transfer = self._fleet = None
+
+    def _open(self) -> TrainerWeightTransferEngine[GlooTrainerInitInfo]:
+        world_size = 1 + (self._fleet.world_size if self._fleet is not None else 0)
+        if self._config.weights.backend == "nccl":
+            return _open_nccl(self._role, world_size, self._fleet, self._source)
+        info = GlooTrainerInitInfo(
+            rank=self._role.rank, master_address=self._role.host, world_size=world_size, timeout=self._config.weights.timeout
+        )
+        return GlooTrainerTransfer.trainer_init(info, client=self._fleet, source=self._source)  # type: ignore[arg-type]
+
+    def _update(self, version: int) -> Update | None:
+        assert self._transfer is not None, "connect first"
+        started, fleet = time.monotonic(), self._fleet
+        if fleet is not None:
+            fleet.version = version
+            fleet.pause()
+        self._transfer.send_weights()
+        if fleet is not None:
+            fleet.reset_prefix_cache()
+            fleet.resume()
+        verified = self._config.weights.verify
+        mean, largest = self._verify(version) if verified else (float("nan"), float("nan"))
+        if fleet is None:
+            return None
+        return Update(
+            version=version,
+            seconds=time.monotonic() - started,
+            bytes=sum(entry.dtype.itemsize * int(np.prod(entry.shape)) for entry in self._source.metadata()),
+            verified=verified,
+            max_abs_diff=largest,
+            mean_abs_diff=mean,
+            engines=len(fleet.addresses),
+        )
+
+    def _verify(self, version: int) -> tuple[float, float]:
+        """Compare every engine with the trainer on the probe. Largest mean and largest single |difference|, on rank 0."""
+        answers: list[Probed] = self._fleet.probe(self._probe) if self._fleet is not None else []
+        # every rank of the replica scores the probe, followed by each token that some engine chose
+        tokens: list[object] = [sorted({answer.token for answer in answers})]
+        group = parallel.replica_group()
+        dist.broadcast_object_list(tokens, src=0, group=group)
+        samples = [_trained_sample([*self._probe, token]) for token in tokens[0]]  # type: ignore[attr-defined]
+        scores = dict(zip(tokens[0], self._learner.score(samples, temperature=1.0), strict=True))  # type: ignore[call-overload]
+        if self._fleet is None:
+            return 0.0, 0.0
+        means, largest = [], []
+        for address, answer, label in zip(self._fleet.addresses, answers, self._fleet.versions(), strict=True):
+            expected = scores[answer.token].double().numpy()
+            differences = np.abs(np.array([*answer.logprobs, answer.token_logprob]) - expected)
+            means.append(float(differences.mean()))
+            largest.append(float(differences.max()))
+            where = f"engine {address.index} at {address.url}"
+            if label != str(version):
+                raise StaleEngine(f"{where} serves version {label} after the update to version {version}")
+            check(means[-1], self._config.weights.tolerance, where, version)
+            # the last value alone went through the prefix cache; a stale cache must not hide in the mean
+            check(float(differences[-1]), max(10 * self._config.weights.tolerance, 0.0), f"{where}, through its prefix cache", version)
+        return max(means), max(largest)
+
+
+def check(difference: float, tolerance: float, where: str, version: int) -> None:
+    """Raises StaleEngine unless a mean |logprob difference| is within the tolerance; NaN is not."""
+    if not difference <= tolerance:
+        raise StaleEngine(
+            f"{where} does not serve version {version}: its logprobs of the probe differ from the trainer's by {difference:.3g} on"
+            f" average, more than weights.tolerance={tolerance:g}"
+        )
+
+
+def _open_nccl(role: Role, world_size: int, fleet: Fleet | None, source: WeightSource) -> TrainerWeightTransferEngine:  # type: ignore[type-arg]
+    """vLLM's own NCCL engine. It listens on a port number that it is told, so one is found just before."""
+    import socket
+
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    with socket.create_server((role.host, 0)) as listener:
+        port = listener.getsockname()[1]
+    info = NCCLTrainerInitInfo(rank=role.rank, master_address=role.host, master_port=port, world_size=world_size)
+    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=fleet, source=source)  # type: ignore[arg-type]
+
+
+def _context(config: Config, learner: Learner) -> int:
+    return config.rollout.context or learner.policy.architecture.context
+
+
+def _probe_tokens(vocabulary: int, context: int, seed: int) -> list[int]:
+    """A fixed prompt of random words, as long as fits with one more token."""
+    length = min(PROBE_TOKENS, context - 1)
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, length)]
+
+
+def _trained_sample(token_ids: list[int]) -> Sample:
+    """A sample of which every token but the first counts."""
+    response = len(token_ids) - 1
+    return Sample(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        prompt_length=1,
+        loss_mask=np.ones(response, dtype=np.uint8),
+        rollout_logprobs=np.zeros(response, dtype=np.float32),
+        versions=np.zeros((1, 2), dtype=np.int32),
+        reward=0.0,
+        finish_reason="probe",
+    )
