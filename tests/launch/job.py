@@ -42,7 +42,12 @@ class Job:
     """A launcher process and the run that it started."""
 
     def __init__(
-        self, root: Path, roles: Roles, *flags: str, environ: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+        self,
+        root: Path,
+        roles: Roles,
+        *flags: str,
+        environ: Mapping[str, str] | None = None,
+        overrides: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.marker = uuid.uuid4().hex
@@ -114,12 +119,12 @@ class Job:
 
     def check_nothing_left(self) -> None:
         """No process of the job lives, and every port it used is free."""
-        until(lambda: not self.processes(), 1, "no process")
+        until(lambda: not self.processes(), 1, f"no process: {self.processes()}")
         store = {role["environ"]["VIME_STORE"].rpartition(":")[2] for role in self.seen().values()}
         ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
         for port in ports - {0}:
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} answers"
+            # An ending process gives up its environment, by which it is found, a moment before its sockets.
+            until(lambda port=port: not answers(port), 1, f"port {port} to be free")
 
     def close(self) -> None:
         """End whatever a failed test left."""
@@ -130,6 +135,15 @@ class Job:
                 continue
         self.launcher.wait(10)
         self.output.close()
+
+
+def answers(port: int) -> bool:
+    """Whether something listens on `port` of the loopback interface."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) != 0:
+            return False
+        # A connection from a free ephemeral port may get that very port, and then connects to itself.
+        return probe.getsockname() != probe.getpeername()
 
 
 def until(true: Callable[[], object], timeout: float, what: str) -> None:

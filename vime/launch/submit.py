@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ from vime.launch.process_tree import descendants
 from vime.launch.processes import KILL_TIMEOUT
 from vime.plan import Plan
 from vime.run_dir import RunDir, Status, utc_now
+
+Process = subprocess.Popen[bytes]
+"""submitit's controller of the job: the top of the run's processes."""
 
 
 def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] = SUPERVISOR) -> int:
@@ -48,37 +52,39 @@ def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
     """Show progress until the run has ended, whatever ends it, and return its true status."""
     from vime.report.progress import follow
 
-    process = job._process
-    assert process is not None, "the job was started here"
+    process: Process = job._process
     longest = stop_timeout + GRACE + 3 * KILL_TIMEOUT
     try:
         with _ended_by_signals():
             follow(run, lambda: process.poll() is None)
-            _settle(run, job, longest)
+            if not _settle(run, process, longest):
+                _kill(process)
     except KeyboardInterrupt:
-        _cancel(run, job, longest)
+        _cancel(run, process, longest)
     return close(run, launcher_failure("supervisor", run.log("supervisor", 0, run.read_status().attempt)))
 
 
-def _cancel(run: RunDir, job: LocalJob[Any], timeout: float) -> None:
-    process = job._process
-    assert process is not None
+def _cancel(run: RunDir, process: Process, timeout: float) -> None:
+    print("stopping the run", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C does not wait
         process.terminate()
-        if _settle(run, job, timeout):
+        if _settle(run, process, timeout):
             return
-    for pid in [*descendants(process.pid), process.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _kill(process)
     status = run.read_status()
     if not status.terminal:
         run.write_status(replace(status, state="cancelled", ended=utc_now()))
 
 
-def _settle(run: RunDir, job: LocalJob[Any], timeout: float) -> bool:
+def _kill(process: Process) -> None:
+    for pid in [*descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _settle(run: RunDir, process: Process, timeout: float) -> bool:
     """Wait until the status is final and the job's process has ended: the supervisor may outlive a killed one."""
-    process = job._process
-    assert process is not None
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if process.poll() is not None and run.read_status().terminal:

@@ -6,11 +6,14 @@ and ends with exit code 0 when the run completed, else 1.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from vime.compose import compose_warmup, load_resolved
 from vime.config import Config, TinyModel
@@ -101,13 +104,25 @@ def _end(run: RunDir, status: Status) -> Status:
     return ended
 
 
-def main(arguments: Sequence[str], commands: Commands = role_commands) -> int:
-    """Supervise the run of `arguments`: its folder and, from a guardian, the guardian's pid. Returns the exit code."""
+def main(arguments: Sequence[str], commands: Commands = role_commands) -> NoReturn:
+    """Supervise the run of `arguments`: its folder and, from a guardian, the guardian's pid. Ends this process."""
+    code = 1
+    try:
+        code = _main(arguments, commands)
+    except Exception:  # noqa: BLE001 - the traceback is the failure's log tail
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The status is final, so this process must be gone. Unloading torch can take longer than everything before.
+    os._exit(code)
+
+
+def _main(arguments: Sequence[str], commands: Commands) -> int:
     signals = StopSignals(int(arguments[1]) if len(arguments) > 1 else None)
     become_subreaper()
     try:
         status = supervise(RunDir(Path(arguments[0])), signals, commands)
-    except UserError as error:  # anything else is a fault of vime: its traceback goes to the log
+    except UserError as error:
         print(f"error: {error}", flush=True)
         return 1
     print(f"{utc_now()} run {status.state}", flush=True)
@@ -115,4 +130,4 @@ def main(arguments: Sequence[str], commands: Commands = role_commands) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -31,8 +31,7 @@ def report(name: str, port: int) -> None:
 
 
 def listen() -> socket.socket:
-    server = socket.create_server((os.environ["VIME_HOST"], 0))
-    return server
+    return socket.create_server((os.environ["VIME_HOST"], 0))
 
 
 def serve(name: str) -> None:

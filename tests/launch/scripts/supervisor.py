@@ -22,4 +22,4 @@ def commands(config: Config, plan: Plan) -> Sequence[Command]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], commands))
+    main(sys.argv[1:], commands)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from vime.launch.commands import Command
+from vime.launch.failure import first_cause, stop_outcome, tail
+from vime.launch.processes import End
+from vime.launch.stop_signals import Stopped
+
+
+def _end(role: str, seconds: float, exit_code: int | None = None, signal: str | None = None) -> End:
+    return End(Command(role, 0, 1, ("true",), True), exit_code, signal, "now", seconds, Path("log"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([_end("a", 1.0, 1), _end("b", 1.5, 1)], "a"),
+        ([_end("a", 1.5, 1), _end("b", 1.0, 42)], "b"),
+        # b was killed; a noticed the broken connection, and was collected first.
+        ([_end("a", 1.0, 1), _end("b", 1.1, None, "SIGKILL")], "b"),
+        ([_end("a", 1.0, None, "SIGSEGV"), _end("b", 1.1, None, "SIGKILL")], "a"),
+        # gloo and c10 abort when a peer is gone, and a broken pipe is a consequence too.
+        ([_end("a", 1.0, 1), _end("b", 1.1, None, "SIGABRT")], "a"),
+        ([_end("a", 1.0, None, "SIGABRT"), _end("b", 1.1, None, "SIGKILL")], "b"),
+        ([_end("a", 1.0, None, "SIGPIPE"), _end("b", 1.1, None, "SIGSEGV")], "b"),
+    ],
+)
+def test_the_cause_is_the_end_that_the_others_follow_from(ends: list[End], cause: str) -> None:
+    assert first_cause(ends).command.role == cause
+
+
+def test_the_tail_of_a_log_is_its_last_lines_whatever_the_bytes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d\n" % n for n in range(100_000)) + b"\xff torn")
+    assert tail(log)[-2:] == ["line 99999", "\ufffd torn"]
+    assert len(tail(log)) == 40
+    assert tail(tmp_path / "none") == []
+
+
+def test_what_a_stop_signal_means(tmp_path: Path) -> None:
+    assert stop_outcome(Stopped(signal.SIGTERM, orphaned=False), tmp_path) == ("cancelled", None)
+    assert stop_outcome(Stopped(signal.SIGUSR2, orphaned=False), tmp_path) == ("timeout", None)
+    state, failure = stop_outcome(Stopped(signal.SIGTERM, orphaned=True), tmp_path)
+    assert state == "failed"
+    assert failure is not None
+    assert (failure.role, failure.exit_code, failure.signal) == ("guardian", None, None)
