@@ -68,5 +68,5 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         f" {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {plan.samples_per_step} samples",
         f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel"
         f" {training.tensor_parallel} x pipeline parallel {training.pipeline_parallel}, {training.dtype}",
-        f"run        {config.run.root / (config.run.name or 'a new folder')}",
+        f"run        {config.run.root / (config.run.name or f'{plan.recipe}-<time>-<random>')}",
     ]
