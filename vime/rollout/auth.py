@@ -1,0 +1,91 @@
+"""Who may speak to an engine, and when: the ASGI middleware that every vLLM server of a run is started with.
+
+vLLM's own --api-key guards the paths under /v1 and a few more, and leaves the weight, pause and collective_rpc routes
+open to anyone who reaches the port. This one guards every path but /health, and it keeps a restarted engine out of the
+router until it has been given the current weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATH = "/health"
+GATED_PREFIXES = ("/health", "/v1/", "/v2/", "/inference/")
+OPENING_PATH = "/finish_weight_update"
+
+
+GENERATION_PREFIX = "/v1/"
+
+
+def generation_token(token: str) -> str:
+    """A token derived from the run's that engines take for generation alone. It cannot be turned back."""
+    return hmac.new(token.encode(), b"generation", hashlib.sha256).hexdigest()
+
+
+class RunTokenMiddleware:
+    """401 without the run's token; 503 on generation and health until the first weight update of a gated engine.
+
+    The token is read from VIME_RUN_TOKEN, so that it is on no command line; VIME_ENGINE_GATED=1 closes the gate.
+    A server without a token refuses to start rather than to serve openly.
+    """
+
+    def __init__(self, app: App) -> None:
+        token = os.environ.get("VIME_RUN_TOKEN", "")
+        if not token:
+            raise RuntimeError("VIME_RUN_TOKEN is not set: an engine of a run does not serve without its token")
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
+        self.expected_for_generation = f"Bearer {generation_token(token)}".encode()
+        self.gated = os.environ.get("VIME_ENGINE_GATED") == "1"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # vLLM has websocket routes (/v1/realtime); nothing of vime speaks them.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        path = scope["path"]
+        if path != OPEN_PATH and not self._authorised(scope):
+            await _answer(send, 401, b'{"error":"this run\'s token is required"}')
+            return
+        if self.gated and path.startswith(GATED_PREFIXES):
+            await _answer(send, 503, b'{"error":"this engine waits for the current weights"}')
+            return
+        if self.gated and path == OPENING_PATH:
+            send = self._opening(send)
+        await self.app(scope, receive, send)
+
+    def _authorised(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        if hmac.compare_digest(given[0], self.expected):
+            return True
+        for_generation = hmac.compare_digest(given[0], self.expected_for_generation)
+        return for_generation and scope["path"].startswith(GENERATION_PREFIX)
+
+    def _opening(self, send: Send) -> Send:
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self.gated = False
+            await send(message)
+
+        return observed
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

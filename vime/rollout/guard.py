@@ -1,0 +1,84 @@
+"""The run token in front of the router.
+
+`vllm-router` does not ask for its api key on most routes, and passes requests for routes that it does not know
+(/pause, /collective_rpc, ...) on to an engine *with* that key. So the router itself listens on the loopback interface and
+knows no key; what the run publishes is this: a server that lets through one route, to those who hold the token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+
+import aiohttp
+from aiohttp import web
+
+from vime.rollout.auth import generation_token
+
+COMPLETIONS = "/v1/completions"
+MAX_BODY = 64 << 20
+
+
+class Guard:
+    """Answers for the router at `backend`."""
+
+    def __init__(self, backend: str, token: str, request_timeout: float) -> None:
+        self._backend = backend
+        self._expected = f"Bearer {token}".encode()
+        # Engines take this one for generation only: whoever got hold of it could not touch weights.
+        self._onward = f"Bearer {generation_token(token)}"
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout, connect=10)
+        self._session: aiohttp.ClientSession | None = None
+
+    def application(self) -> web.Application:
+        """The aiohttp application: every path goes through `handle`."""
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        application.on_startup.append(self._open)
+        application.on_cleanup.append(self._close)
+        return application
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """/health for anyone; POST /v1/completions with the token; nothing else."""
+        if request.path == "/health":
+            return await self._health()
+        given = request.headers.getall("Authorization", [])
+        if len(given) != 1 or not hmac.compare_digest(given[0].encode(errors="surrogateescape"), self._expected):
+            return web.json_response({"error": "this run's token is required"}, status=401)
+        if request.path != COMPLETIONS or request.method != "POST":
+            return web.json_response({"error": f"only POST {COMPLETIONS} passes the router"}, status=404)
+        return await self._forward(await request.read())
+
+    async def _forward(self, body: bytes) -> web.StreamResponse:
+        assert self._session is not None
+        headers = {"Authorization": self._onward, "Content-Type": "application/json"}
+        try:
+            async with self._session.post(self._backend + COMPLETIONS, data=body, headers=headers) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return web.json_response({"error": f"the router did not answer: {type(error).__name__}"}, status=502)
+        return web.Response(body=content, status=answer.status, content_type="application/json")
+
+    async def _health(self) -> web.StreamResponse:
+        assert self._session is not None
+        try:
+            async with self._session.get(self._backend + "/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return web.Response(status=answer.status)
+        except (aiohttp.ClientError, TimeoutError):
+            return web.Response(status=503)
+
+    async def workers(self) -> set[str]:
+        """The engines that the router sends requests to. Raises aiohttp.ClientError or TimeoutError."""
+        assert self._session is not None
+        async with self._session.get(self._backend + "/list_workers", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+            listed = json.loads(await answer.read())
+        return set(listed["urls"])
+
+    async def _open(self, application: web.Application) -> None:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+        )
+
+    async def _close(self, application: web.Application) -> None:
+        assert self._session is not None
+        await self._session.close()

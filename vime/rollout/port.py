@@ -1,0 +1,40 @@
+"""A TCP port that is reserved by binding it, before anybody is told its number."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReservedPort:
+    """A port held by a bound socket that never listens. A server that sets SO_REUSEADDR can bind and listen on it.
+
+    While the socket is open the kernel gives the number to nobody who asks for a free one, so a restarted server gets
+    the same address again.
+    """
+
+    host: str
+    port: int
+    holder: socket.socket
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, with brackets around an IPv6 address."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    def release(self) -> None:
+        """Gives the port back."""
+        self.holder.close()
+
+
+def reserve_port(host: str) -> ReservedPort:
+    """Binds a free port of `host`. Raises OSError when `host` is not an address of this machine."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    # Both flags: SO_REUSEADDR lets vLLM and the router bind beside this socket (neither listens yet), SO_REUSEPORT
+    # lets a server that asks for that flag do the same.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(address)
+    return ReservedPort(host, holder.getsockname()[1], holder)

@@ -1,0 +1,30 @@
+"""One prompt with what is needed to score an answer to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a prompt source yields."""
+
+    prompt: str | list[dict[str, Any]]
+    """The prompt's text, or chat messages with `role` and `content`."""
+    answer: str
+    """The reference answer; empty when there is none."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """The source's own record, handed on to scorers and formats."""
+
+    @property
+    def uid(self) -> str:
+        """Identity of the prompt: a hash of what is asked, the same in every run and on every machine."""
+        asked = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+    def held_out(self, share: float) -> bool:
+        """Whether it belongs to the `share` of all problems that is never trained on."""
+        return int(self.uid, 16) < share * 2**64

@@ -1,0 +1,141 @@
+"""The router role: one address for all engines. Starts vllm-router behind a guard that asks for the run's token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import aiohttp
+from aiohttp import web
+
+from vime.buffer.control import Control
+from vime.compose import load_resolved
+from vime.config import Config
+from vime.errors import UserError, WaitTimeout
+from vime.role import Role, die_with_parent
+from vime.rollout.guard import Guard
+from vime.rollout.port import ReservedPort, reserve_port
+from vime.rollout.router_process import LOOPBACK, router_settings
+from vime.run_dir import RunDir
+
+WATCH_SECONDS = 1.0
+
+
+async def serve(role: Role, config: Config) -> int:
+    """Publishes the router once every engine answers, and serves until asked to stop. Returns the exit code."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    run_dir = RunDir(role.run_dir)
+    run_dir.append_event(role, "started")
+    timeout = config.cluster.startup_timeout
+    control = Control.connect(role, timeout)
+    waiting = asyncio.create_task(asyncio.to_thread(_engine_urls, control, config.rollout.engines, timeout))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        os._exit(0)  # the thread above waits in the store, which nothing interrupts
+    urls = await waiting
+    port, metrics_port = reserve_port(LOOPBACK), reserve_port(LOOPBACK)
+    backend = _start_backend(urls, port, metrics_port, config)
+    guard = Guard(port.url, role.token, config.rollout.request_timeout)
+    runner = web.AppRunner(guard.application(), access_log=None)
+    await runner.setup()
+    try:
+        await _wait_ready(guard, backend, set(urls), timeout)
+        site = web.TCPSite(runner, role.host, 0)
+        await site.start()
+        url = ReservedPort(role.host, runner.addresses[0][1], port.holder).url
+        control.publish_router(url)
+        run_dir.append_event(role, "ready", url=url, engines=urls)
+        code = await _watch(guard, backend, set(urls), stop)
+    finally:
+        await runner.cleanup()
+        _end(backend, config.cluster.stop_timeout * 0.5)
+    run_dir.append_event(role, "stopped")
+    return code
+
+
+def _engine_urls(control: Control, engines: int, timeout: float) -> list[str]:
+    deadline = time.monotonic() + timeout
+    return [control.engine(index, max(0.001, deadline - time.monotonic())).url for index in range(engines)]
+
+
+def _start_backend(
+    urls: list[str], port: ReservedPort, metrics_port: ReservedPort, config: Config
+) -> subprocess.Popen[bytes]:
+    settings = router_settings(
+        urls, port.port, metrics_port.port, config.rollout.request_timeout, config.cluster.startup_timeout
+    )
+    # It needs no token, so it gets none.
+    environment = {name: value for name, value in os.environ.items() if name != "VIME_RUN_TOKEN"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "vime.rollout.router_process", json.dumps(settings)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+
+
+async def _wait_ready(guard: Guard, backend: subprocess.Popen[bytes], urls: set[str], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if backend.poll() is not None:
+            raise RuntimeError(f"vllm-router ended with {backend.returncode} before it was ready")
+        try:
+            if await guard.workers() == urls:
+                return
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # not listening yet
+        await asyncio.sleep(0.1)
+    raise WaitTimeout(f"waited {timeout:g} s for vllm-router to take on {sorted(urls)}")
+
+
+async def _watch(guard: Guard, backend: subprocess.Popen[bytes], urls: set[str], stop: asyncio.Event) -> int:
+    """Waits for the end. The router lets anyone on this node add engines to it: a strange one ends the run."""
+    while not stop.is_set():
+        if backend.poll() is not None:
+            print(f"vllm-router ended with {backend.returncode}", flush=True)
+            return backend.returncode if backend.returncode > 0 else 128 - backend.returncode
+        try:
+            strange = await guard.workers() ^ urls
+        except (aiohttp.ClientError, TimeoutError):
+            strange = set()  # busy; if it is dead, poll() says so
+        if strange:
+            print(f"the router's engines were changed from outside: {sorted(strange)}", flush=True)
+            return 1
+        try:
+            await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
+        except TimeoutError:
+            continue
+    return 0
+
+
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+
+
+def main() -> int:
+    """Entry point of the role."""
+    die_with_parent()
+    role = Role.from_environment()
+    try:
+        return asyncio.run(serve(role, load_resolved(RunDir(role.run_dir).config)))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""One vLLM server process: the command line that starts it, its readiness, and the end of all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import psutil
+
+from vime.config import Config
+from vime.errors import UserError, WaitTimeout
+from vime.role import die_with_parent
+from vime.rollout.port import ReservedPort
+
+SERVED_NAME = "policy"
+"""The model name that requests carry."""
+MIDDLEWARE = "vime.rollout.auth.RunTokenMiddleware"
+READY_PATH = "/weight_info"
+"""Asked for readiness: guarded by the token, open at the gate, answered without a forward pass."""
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "host",
+        "port",
+        "model",
+        "middleware",
+        "seed",
+        "api_key",
+        "served_model_name",
+        "weight_transfer_config",
+        "logprobs_mode",
+    }
+)
+"""Server arguments that vime needs for itself: rollout.engine_args may not name them."""
+
+
+def server_command(config: Config, model: Path, address: ReservedPort, index: int, context: int) -> list[str]:
+    """The command line of engine `index`. The token is not on it. Raises UserError for an argument that vime needs."""
+    rollout, cpu = config.rollout, config.cluster.device == "cpu"
+    arguments: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "model": str(model),
+        "served_model_name": SERVED_NAME,
+        "middleware": MIDDLEWARE,
+        # Two engines of one seed would answer unseeded requests alike.
+        "seed": config.run.seed + index,
+        "dtype": rollout.dtype,
+        "max_model_len": context,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "weight_transfer_config": {"backend": config.weights.backend},
+        # Of the distribution that was sampled from, so that trainer and engine agree at any temperature.
+        "logprobs_mode": "processed_logprobs",
+        # A model's generation_config.json may set top_k or top_p, which would then hold for every request silently.
+        "generation_config": "vllm",
+        "enforce_eager": cpu,
+        "disable_log_stats": True,
+        "disable_uvicorn_access_log": True,
+        "no_enable_log_requests": True,
+    }
+    if cpu:
+        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
+        # A prompt that is prefilled in two pieces makes vLLM 0.30 rewind the request's random generator, which a CPU
+        # generator cannot do: the engine dies ("CPU Generator does not use offset").
+        arguments["no_enable_chunked_prefill"] = True
+    else:
+        arguments["gpu_memory_utilization"] = rollout.memory_fraction
+    for name, value in rollout.engine_args.items():
+        key = name.replace("-", "_")
+        if key in OWN_ARGUMENTS:
+            raise UserError(f"rollout.engine_args.{name}: vime sets this argument itself")
+        arguments[key] = value
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)]
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is False or value is None:
+            continue
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return flags
+
+
+def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]:
+    """This process's environment with what vLLM needs to run in private, without the network, and with the RL routes."""
+    environment = dict(os.environ)
+    environment |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VIME_ENGINE_GATED": "1" if gated else "0",
+    }
+    if config.cluster.device == "cpu":
+        # Pinning threads to cores would fight with the trainer ranks, which share the machine's cores with the engines.
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if config.rollout.tensor_parallel == 1:
+            # Runs the worker inside the engine core: one process and one import of vLLM (7 s) less.
+            environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    environment.setdefault("GLOO_SOCKET_IFNAME", config.cluster.interface)
+    # Without it vLLM takes the address of the default route for its message queues, and binds there.
+    environment.setdefault("VLLM_HOST_IP", host)
+    return environment
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running vLLM server and its address."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    token: str
+
+    @classmethod
+    def start(cls, command: list[str], environment: dict[str, str], address: ReservedPort) -> Server:
+        """Starts the server in this process's group; it dies with this process."""
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            # The plugin asks for the same, but only once vLLM is imported, some ten seconds later.
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        return cls(process, address.url, environment["VIME_RUN_TOKEN"])
+
+    def wait_ready(self, timeout: float, stopping: Callable[[], bool]) -> bool:
+        """Waits until the server answers with the token.
+
+        Returns False when it ended first or `stopping()` became true. Raises WaitTimeout after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        request = Request(self.url + READY_PATH, headers={"Authorization": f"Bearer {self.token}"})
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None or stopping():
+                return False
+            try:
+                with urlopen(request, timeout=5) as answer:
+                    if answer.status == 200:
+                        return True
+            except HTTPError as error:
+                if error.code not in (502, 503):
+                    raise RuntimeError(f"{self.url}{READY_PATH} answered {error.code}; expected 200") from error
+            except (URLError, OSError):
+                pass  # not listening yet
+            time.sleep(0.2)
+        raise WaitTimeout(f"waited {timeout:g} s for the vLLM server at {self.url} to answer")
+
+    def kill_tree(self, grace: float) -> None:
+        """Ends the server and everything below this process: SIGTERM, `grace` seconds, SIGKILL.
+
+        A vLLM whose API server was killed leaves its engine core behind; this process is their subreaper, so they are
+        found here.
+        """
+        tree = psutil.Process().children(recursive=True)
+        for process in tree:
+            _signal(process.terminate)
+        _, alive = psutil.wait_procs(tree, timeout=grace)
+        for process in alive + psutil.Process().children(recursive=True):
+            _signal(process.kill)
+        _, alive = psutil.wait_procs(alive, timeout=10)
+        self.process.poll()
+        if alive:
+            raise WaitTimeout(f"waited 10 s for the killed processes {[p.pid for p in alive]} of {self.url} to end")
+
+
+def _signal(send: Callable[[], None]) -> None:
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,139 @@
+"""Where problems come from: a reasoning_gym task, a JSONL file, or a function of the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.config import Data
+from vime.errors import UserError
+from vime.rollout.import_path import load_function
+from vime.rollout.problem import Problem
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The problems of a run, each once, the held-out ones apart."""
+
+    training: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+
+def load_problems(data: Data, seed: int) -> Problems:
+    """All problems of `data`. A question that comes twice is kept once, so that it cannot be on both sides.
+
+    Raises UserError when a file or task is wrong, or when a side is empty.
+    """
+    if data.source == "reasoning_gym":
+        found = _reasoning_gym(data, seed)
+    elif data.source == "jsonl":
+        assert data.path is not None
+        found = read_jsonl(data.path, data.prompt_key, data.answer_key)
+    else:
+        found = _custom(data, seed)
+    unique = _unique(found)
+    if data.source == "jsonl" and data.eval_path is not None:
+        held_out = _unique(read_jsonl(data.eval_path, data.prompt_key, data.answer_key))
+        known = {problem.uid for problem in held_out}
+        training = [problem for problem in unique if problem.uid not in known]
+    else:
+        held_out = [problem for problem in unique if problem.held_out(data.held_out)]
+        training = [problem for problem in unique if not problem.held_out(data.held_out)]
+    if not training:
+        raise UserError(
+            f"data: {len(unique)} different problems, and none is left for training; add some or lower data.held_out"
+        )
+    return Problems(tuple(training), tuple(held_out))
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    return list({problem.uid: problem for problem in reversed(problems)}.values())[::-1]
+
+
+def _reasoning_gym(data: Data, seed: int) -> list[Problem]:
+    import reasoning_gym
+
+    try:
+        dataset = reasoning_gym.create_dataset(data.task, size=data.size, seed=seed, **data.task_args)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"data.task={data.task} with data.task_args={data.task_args}: {error}") from error
+    return [Problem(fill_template(data.template, entry), str(entry["answer"]), dict(entry)) for entry in dataset]
+
+
+def fill_template(template: str, entry: dict[str, Any]) -> str:
+    """The prompt's text: `template` with the problem's `question`, `answer` and metadata filled in.
+
+    Raises UserError naming what may stand in it.
+    """
+    values = {
+        "question": entry["question"],
+        **{k: v for k, v in entry["metadata"].items() if isinstance(v, str | int | float)},
+    }
+    try:
+        return template.format_map(values)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(f"data.template={template!r}: {error!r}; it may name {', '.join(sorted(values))}") from error
+
+
+def read_jsonl(path: Path, prompt_key: str, answer_key: str) -> list[Problem]:
+    """The records of a JSONL file, one JSON object a line in UTF-8. Blank lines, CRLF and a byte-order mark are fine.
+
+    Raises UserError with file and line for a line that is no JSON object, or has no prompt or no answer under its key.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    # Only \n ends a line here: str.splitlines would also split at U+2028 and its like, which JSON allows in a string.
+    problems = []
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if line.strip():
+            problems.append(_record(line, f"{path}:{number}", prompt_key, answer_key))
+    if not problems:
+        raise UserError(f"{path} has no records")
+    return problems
+
+
+def _record(line: bytes, where: str, prompt_key: str, answer_key: str) -> Problem:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+    return problem_of(record, where, prompt_key, answer_key)
+
+
+def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Problem:
+    """A record as a Problem; `where` starts the message of the UserError that a wrong one raises."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a record is a JSON object, this is a {type(record).__name__}")
+    for key in (prompt_key, answer_key):
+        if key not in record:
+            raise UserError(f"{where}: no key {key!r}; the record has {', '.join(map(repr, record)) or 'none'}")
+    prompt, answer = record[prompt_key], record[answer_key]
+    if isinstance(prompt, list):
+        good = prompt and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
+        if not good:
+            raise UserError(f"{where}: {prompt_key!r} is a list, but not of messages with role and content")
+    elif not isinstance(prompt, str) or not prompt:
+        raise UserError(f"{where}: {prompt_key!r} must be a text or a list of messages, and not empty")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise UserError(f"{where}: {answer_key!r} must be a text or a number")
+    return Problem(prompt, str(answer), record)
+
+
+def _custom(data: Data, seed: int) -> list[Problem]:
+    """`function(data, seed)` gives an iterable of dicts with the prompt and answer keys of `data`."""
+    function = load_function(data.source, "data.source")
+    try:
+        records = list(function(data, seed))
+    except Exception as error:
+        raise UserError(f"data.source={data.source} raised {type(error).__name__}: {error}") from error
+    return [
+        problem_of(record, f"data.source={data.source}, record {i}", data.prompt_key, data.answer_key)
+        for i, record in enumerate(records)
+    ]
