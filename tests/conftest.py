@@ -1,0 +1,130 @@
+"""What several folders of tests share: one real engine and router a session, because vLLM takes a while to start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vime.buffer.control import Control
+from vime.compose import dump_resolved
+from vime.config import Cluster, Config, Data, Evaluation, Model, Rollout, TinyModel, Training, Weights
+from vime.models.tiny import make_tiny
+from vime.role import Role
+from vime.run_dir import RunDir
+
+STARTUP = 300.0
+
+
+@dataclass
+class EngineStack:
+    """A running engine and router, as a run has them, and what a test needs to speak to them."""
+
+    config: Config
+    role: Role
+    run_dir: RunDir
+    control: Control
+    engine: subprocess.Popen[bytes]
+    engine_url: str
+    router_url: str
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face folder that the engine was started with."""
+        return self.role.model
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The run's token as a request carries it."""
+        return {"Authorization": f"Bearer {self.role.token}"}
+
+    def post(self, path: str, body: Any = None, **query: Any) -> Any:
+        """POST to the engine, not through the router; the answer's JSON."""
+        answer = httpx.post(self.engine_url + path, json=body, params=query, headers=self.headers, timeout=120)
+        answer.raise_for_status()
+        return answer.json()
+
+    def complete(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """One completion request to the engine; its first choice."""
+        body = {"model": "policy", "prompt": prompt, "logprobs": 0, "return_token_ids": True, "max_tokens": 16, **more}
+        choice: dict[str, Any] = self.post("/v1/completions", body)["choices"][0]
+        return choice
+
+
+def stack_config(path: Path) -> Config:
+    """A small run: float32 on the CPU, a model made by `make_tiny`, sums of one-digit numbers."""
+    return Config(
+        recipe="test",
+        cluster=Cluster(name="local", startup_timeout=STARTUP),
+        model=Model(path=path),
+        data=Data(
+            task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, template="{expression} =", size=200
+        ),
+        rollout=Rollout(
+            dtype="float32", prompts_per_step=4, samples_per_prompt=4, max_response_tokens=8, context=128, kv_cache_gb=0.25
+        ),
+        training=Training(ranks=2, steps=2, dtype="float32", max_tokens_per_microbatch=1024),
+        weights=Weights(backend="gloo"),
+        evaluation=Evaluation(prompts=4),
+    )
+
+
+def start_role(role: Role, module: str) -> subprocess.Popen[bytes]:
+    """Starts a role as the supervisor does: a process group of its own, no input, a log in the run directory."""
+    log = RunDir(role.run_dir).log(role.name, role.rank, role.attempt)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module],
+            env=os.environ | role.environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end_role(process: subprocess.Popen[bytes]) -> int:
+    """Asks a role to stop; whatever is left of its group after 15 s is killed. Returns its exit code."""
+    process.terminate()
+    try:
+        return process.wait(15)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@pytest.fixture(scope="session")
+def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
+    """One engine and one router of a tiny random Qwen3, real ones, for all slow tests of the session.
+
+    Tests that change its weights put the old ones back; tests that kill it start their own.
+    """
+    folder = tmp_path_factory.mktemp("stack")
+    model = folder / "model"
+    make_tiny(TinyModel(context=128, initializer_range=0.08), model)
+    config = stack_config(model)
+    run_dir = RunDir.create(folder, "run", "test")
+    run_dir.config.write_text(dump_resolved(config))
+    control, port = Control.serve("127.0.0.1", 1)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
+    engine = start_role(role, "vime.rollout.engine")
+    router = start_role(replace(role, name="router"), "vime.rollout.router")
+    try:
+        address = control.engine(0, STARTUP)
+        router_url = control.router(60)
+        yield EngineStack(config, role, run_dir, control, engine, address.url, router_url)
+    finally:
+        codes = end_role(router), end_role(engine)
+    assert codes == (0, 0)
