@@ -8,8 +8,8 @@ from torch import Tensor
 from vime.algorithms.masking import kept
 
 LARGEST_LOG_RATIO = 20.0
-"""Log-probability ratios are clamped to +-20. Beyond, exp() overflows near 88 and an unused branch's 0 * inf makes the
-gradient NaN; e**20 is far outside any clip range, so no loss that is trained on changes."""
+"""Log-probability ratios are clamped to +-20: exp() overflows near 88, and an overflow in the branch not taken makes
+the gradient NaN (0 * inf). A token beyond has no gradient; at e**20 the clip, or the run, has gone long before."""
 
 
 def policy_loss(
