@@ -59,7 +59,9 @@ class Ranks:
         results, errors = [], []
         for rank, (_, pipe) in enumerate(workers):
             try:
-                good, value = pipe.recv() if pipe.poll(JOB_TIMEOUT if not errors else 5.0) else (False, "no answer in time")
+                good, value = (
+                    pipe.recv() if pipe.poll(JOB_TIMEOUT if not errors else 5.0) else (False, "no answer in time")
+                )
             except EOFError:
                 good, value = False, "the process ended"
             results.append(value) if good else errors.append(f"rank {rank}: {value}")
@@ -96,7 +98,7 @@ def _serve(pipe: Connection) -> None:
             try:
                 store = torch.distributed.FileStore(path, world_size)
                 answer = (True, target(rank, store, world_size, *args))
-            except BaseException:
+            except BaseException:  # noqa: BLE001  # the parent reports it
                 answer = (False, traceback.format_exc())
             finally:
                 parallel.shutdown()

@@ -16,7 +16,12 @@ from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 
 TINY = TinyModel(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, initializer_range=0.2)
-LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_parallel": 2}), "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}), "pp2": (2, {"pipeline_parallel": 2})}
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+}
 
 
 def samples(seed: int = 0, lengths: tuple[int, ...] = (7, 12, 7, 1 + 3, 30)) -> list[Sample]:
@@ -52,12 +57,15 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
     parallel.initialize(config, store, rank, world_size)
     policy = model.build(architecture(folder), config)
     hf_weights.load(policy, HfReader(folder))
-    exported = {name: tensor for name, tensor in hf_weights.export(policy, torch.float32)}
+    exported = dict(hf_weights.export(policy, torch.float32))
     packed = pack(samples(), multiple=world_size)
 
     def step(iterator: Any, chunk: Any) -> Any:
         output = chunk(
-            input_ids=packed.token_ids[None], position_ids=packed.position_ids[None], attention_mask=None, packed_seq_params=packed.params
+            input_ids=packed.token_ids[None],
+            position_ids=packed.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=packed.params,
         )
         return output, lambda logits, non_loss_data=False: logits
 
@@ -83,13 +91,17 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_equal_transformers_and_weights_round_trip(ranks: Ranks, tmp_path: Path, layout: str, tied: bool) -> None:
+def test_logits_equal_transformers_and_weights_round_trip(
+    ranks: Ranks, tmp_path: Path, layout: str, tied: bool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     make_tiny(TINY.model_copy(update={"tied_embeddings": tied}), tmp_path / "hf")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
-        expected = torch.cat([reference(torch.from_numpy(s.token_ids[None].astype(np.int64))).logits[0] for s in samples()])
+        expected = torch.cat(
+            [reference(torch.from_numpy(s.token_ids[None].astype(np.int64))).logits[0] for s in samples()]
+        )
     world_size, training = LAYOUTS[layout]
     results = ranks.run(world_size, _forward, tmp_path / "hf", training)
     logits = results[-1]["logits"][: len(expected)]

@@ -18,8 +18,8 @@ from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
 
 LEARNING_RATE = 1e-3
-# Adam's first step is learning_rate * g / (|g| + eps): with the usual eps of 1e-8 it turns the rounding residue of a zero
-# gradient into a whole step, and would compare noise.
+# Adam's first step is learning_rate * g / (|g| + eps): with the usual eps of 1e-8 it turns the rounding residue of a
+# zero gradient into a whole step, and would compare noise.
 ADAM_EPS = 1e-4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -64,12 +64,24 @@ def write_batch(folder: Path, prompts: int = 4, each: int = 2, seed: int = 3) ->
     return Manifest(step=1, version=0, chunks=(info,), samples=tuple(entries("c0.safetensors", groups)))
 
 
-def _step(rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest, sections: dict[str, Any]) -> dict[str, Any]:
+def _step(
+    rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest, sections: dict[str, Any]
+) -> dict[str, Any]:
     from vime.buffer.reader import BufferReader
     from vime.training import batch, hf_weights, parallel
     from vime.training.learner import Learner
 
-    config = tiny_config(**{**sections, "training": {"ranks": world_size, "learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPS, **sections.get("training", {})}})
+    config = tiny_config(
+        **{
+            **sections,
+            "training": {
+                "ranks": world_size,
+                "learning_rate": LEARNING_RATE,
+                "adam_eps": ADAM_EPS,
+                **sections.get("training", {}),
+            },
+        }
+    )
     parallel.initialize(config, store, rank, world_size)
     learner = Learner(config, model)
     loaded = batch.load(manifest, BufferReader(RunDir(run), config.buffer), config, version=0)
@@ -86,7 +98,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Mani
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", [{"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {"name": "sft"}], ids=["grpo", "sft"])
+@pytest.mark.parametrize(
+    "algorithm", [{"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {"name": "sft"}], ids=["grpo", "sft"]
+)
 def test_a_step_is_the_same_in_every_layout(
     ranks: Ranks, prepared: tuple[Path, Path, Manifest], layout: str, algorithm: dict[str, Any]
 ) -> None:

@@ -1,1 +1,1 @@
-"""Model families: one file each, Hugging Face <-> Megatron in both directions, built from the Hugging Face config alone."""
+"""Model families: one file each, Hugging Face <-> Megatron both ways, built from the Hugging Face config alone."""

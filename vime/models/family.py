@@ -20,8 +20,8 @@ FAMILIES = {"qwen3": "vime.models.qwen3"}
 
 # Keys of a Hugging Face config that do not change what the network computes.
 IGNORED_KEYS = frozenset(
-    "architectures auto_map bos_token_id eos_token_id pad_token_id torch_dtype dtype transformers_version use_cache model_type"
-    " initializer_range max_position_embeddings attention_dropout _name_or_path pretraining_tp max_window_layers".split()
+    "architectures auto_map bos_token_id eos_token_id pad_token_id torch_dtype dtype transformers_version use_cache"
+    " model_type _name_or_path pretraining_tp max_window_layers".split()
 )
 
 
@@ -73,9 +73,13 @@ def architecture(folder: Path) -> Architecture:
     if model_type not in FAMILIES:
         near = get_close_matches(model_type, FAMILIES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{folder}/config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)}){hint}")
+        raise UserError(
+            f"{folder}/config.json: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)}){hint}"
+        )
     module = importlib.import_module(FAMILIES[model_type])
-    known = {key: value for key, value in config.items() if key not in IGNORED_KEYS or key in module.HfConfig.model_fields}
+    known = {
+        key: value for key, value in config.items() if key not in IGNORED_KEYS or key in module.HfConfig.model_fields
+    }
     return module.architecture(_parse(module.HfConfig, known, folder))  # type: ignore[no-any-return]
 
 

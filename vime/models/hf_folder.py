@@ -55,7 +55,7 @@ class HfReader:
         return view[tuple(window)]  # type: ignore[no-any-return]
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Rows start to end of a tensor; none when start is past the end. Raises UserError when the tensor is missing."""
+        """Rows start to end of a tensor; none when start is past the end. Raises UserError when it is missing."""
         view = self._view(name)
         return view[min(start, end) : end]  # type: ignore[no-any-return]
 

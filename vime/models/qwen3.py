@@ -35,7 +35,7 @@ class HfConfig(BaseModel):
     initializer_range: float = 0.02
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
-    attention_dropout: Literal[0, 0.0] = 0.0
+    attention_dropout: float = Field(0.0, ge=0, le=0)
     use_sliding_window: Literal[False] = False
     sliding_window: int | None = None
     layer_types: list[Literal["full_attention"]] | None = None
@@ -56,14 +56,23 @@ class HfConfig(BaseModel):
     def _agrees_with_itself(self) -> HfConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of num_key_value_heads={self.num_key_value_heads}"
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads={self.num_key_value_heads}"
             )
         if self.rope_theta is None and self.rope_parameters is None:
             raise ValueError("the rotary base is missing: give rope_theta or rope_parameters.rope_theta")
-        if self.rope_theta is not None and self.rope_parameters is not None and self.rope_theta != self.rope_parameters.rope_theta:
-            raise ValueError(f"rope_theta={self.rope_theta} contradicts rope_parameters.rope_theta={self.rope_parameters.rope_theta}")
+        if (
+            self.rope_theta is not None
+            and self.rope_parameters is not None
+            and self.rope_theta != self.rope_parameters.rope_theta
+        ):
+            raise ValueError(
+                f"rope_theta={self.rope_theta} contradicts rope_parameters.rope_theta={self.rope_parameters.rope_theta}"
+            )
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}")
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}"
+            )
         return self
 
 

@@ -35,7 +35,11 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, model_max_length=tiny.context, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=tiny.context,
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)

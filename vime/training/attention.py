@@ -1,6 +1,6 @@
 """Core attention on torch's scaled_dot_product_attention for packed sequences.
 
-Used where Transformer Engine is not installed. Sequences in a pack do not see each other: each is attended to by itself.
+Used where Transformer Engine is not installed. Sequences in a pack do not see each other.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class PackedAttention(torch.nn.Module):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        batch = [t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value)]
-        attended = F.scaled_dot_product_attention(*batch, is_causal=True, scale=self.scale)
+        q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return attended.transpose(1, 2).reshape(query.shape)
 
 

@@ -52,7 +52,13 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int)
     replicas = config.training.data_parallel
     shares = divide([entry.tokens for entry in entries], replicas, config.training.max_tokens_per_microbatch)
     mine = shares[parallel.data_rank()]
-    samples = dict(zip((i for part in mine for i in part), reader.samples(manifest, [i for part in mine for i in part]), strict=True))
+    samples = dict(
+        zip(
+            (i for part in mine for i in part),
+            reader.samples(manifest, [i for part in mine for i in part]),
+            strict=True,
+        )
+    )
     sample_weights = torch.tensor([entry.weight for entry in entries], dtype=torch.float32)
     trained = sum(entry.masked_in for entry in entries if entry.weight > 0)
     if trained == 0:

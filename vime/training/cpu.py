@@ -15,7 +15,19 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "zeros_like", "empty_like", "ones_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "empty",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "empty_like",
+    "ones_like",
+)
 
 
 class _NoStream:

@@ -65,7 +65,9 @@ class Fleet:
             offset += address.world_size
         self._all(
             lambda address: self._post(
-                address, "init_weight_transfer_engine", json={"init_info": {**init_info, "rank_offset": offsets[address.index]}}
+                address,
+                "init_weight_transfer_engine",
+                json={"init_info": {**init_info, "rank_offset": offsets[address.index]}},
             )
         )
 
@@ -111,7 +113,13 @@ class Fleet:
         return self._all(lambda address: self._probe(address, list(token_ids)))
 
     def _probe(self, address: EngineAddress, token_ids: list[int]) -> Probed:
-        request = {"model": "policy", "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "return_token_ids": True}
+        request = {
+            "model": "policy",
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "return_token_ids": True,
+        }
         scored = self._post(address, "v1/completions", json={**request, "prompt_logprobs": 0})
         # Asking for prompt logprobs makes vLLM pass its prefix cache by; this second request goes through it.
         sampled = self._post(address, "v1/completions", json={**request, "logprobs": 0})
@@ -134,12 +142,20 @@ class Fleet:
         self, address: EngineAddress, method: str, path: str, json: Any = None, params: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         try:
-            response = self._session.request(method, f"{address.url}/{path}", json=json, params=params, timeout=self._timeout)
+            response = self._session.request(
+                method, f"{address.url}/{path}", json=json, params=params, timeout=self._timeout
+            )
         except requests.Timeout as error:
-            raise WaitTimeout(f"waited {self._timeout:g} s for engine {address.index} at {address.url} to answer /{path}") from error
+            raise WaitTimeout(
+                f"waited {self._timeout:g} s for engine {address.index} at {address.url} to answer /{path}"
+            ) from error
         except requests.RequestException as error:
-            raise EngineFault(f"engine {address.index} at {address.url} cannot be reached for /{path}: {error}") from error
+            raise EngineFault(
+                f"engine {address.index} at {address.url} cannot be reached for /{path}: {error}"
+            ) from error
         if response.status_code >= 400:
-            raise EngineFault(f"engine {address.index} answered /{path} with {response.status_code}: {response.text[:500]}")
+            raise EngineFault(
+                f"engine {address.index} answered /{path} with {response.status_code}: {response.text[:500]}"
+            )
         answer = response.json() if response.content else {}
         return answer if isinstance(answer, dict) else {}

@@ -1,4 +1,4 @@
-"""Weights over gloo, the trainer's side: the counterpart of `vime.rollout.gloo_transfer`, whose wire format it speaks."""
+"""Weights over gloo, the trainer's side: it speaks the wire format of `vime.rollout.gloo_transfer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 from vllm.distributed.utils import init_gloo_process_group
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine, VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def _parameters(model: Policy) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def load(model: Policy, reader: HfReader) -> None:
-    """Fill the model from a Hugging Face folder. Raises UserError naming a tensor that is missing, misshapen or left over."""
+    """Fill the model from a Hugging Face folder. Raises UserError naming a missing, misshapen or left-over tensor."""
     rank, size = _tensor_place()
     parameters = _parameters(model)
     weights = stage_weights(model)
@@ -60,13 +60,15 @@ def load(model: Policy, reader: HfReader) -> None:
         parameter = parameters.pop(weight.megatron)
         if local.shape != parameter.shape:
             raise UserError(
-                f"{reader.folder}: {', '.join(weight.hf)} give shape {tuple(local.shape)} where the config asks for {tuple(parameter.shape)}"
+                f"{reader.folder}: {', '.join(weight.hf)} give shape {tuple(local.shape)} where the config asks for"
+                f" {tuple(parameter.shape)}"
             )
         parameter.copy_(local.to(parameter.dtype))
     assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
     unknown = reader.names - _all_names(model.architecture)
     if unknown:
-        raise UserError(f"{reader.folder} has tensors that {model.architecture.model_type} does not use: {', '.join(sorted(unknown)[:3])}")
+        listing = ", ".join(sorted(unknown)[:3])
+        raise UserError(f"{reader.folder} has tensors that {model.architecture.model_type} does not use: {listing}")
 
 
 def _all_names(architecture: Architecture) -> set[str]:
@@ -78,8 +80,10 @@ def _all_names(architecture: Architecture) -> set[str]:
     return names | ({"lm_head.weight"} if architecture.tied else set())
 
 
-def _padded_part(reader: HfReader, name: str, weight: Weight, rank: int, size: int, architecture: Architecture) -> Tensor:
-    """A rank's part; of the embedding and output layer, whose rows need not divide, with zero rows behind the vocabulary."""
+def _padded_part(
+    reader: HfReader, name: str, weight: Weight, rank: int, size: int, architecture: Architecture
+) -> Tensor:
+    """A rank's part. The rows of embedding and output layer need not divide: zero rows fill up the last part."""
     if name not in _vocabulary_names(architecture) or architecture.vocabulary % size == 0:
         return reader.part(name, weight.axis, rank, size)
     share = -(-architecture.vocabulary // size)
@@ -168,7 +172,12 @@ def _gather(weight: Weight, local: Tensor, architecture: Architecture) -> list[T
 
 
 def _to_first_stage(
-    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, turn: int, stage: int, pipeline: dist.ProcessGroup
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    turn: int,
+    stage: int,
+    pipeline: dist.ProcessGroup,
 ) -> Tensor | None:
     """Send a tensor of stage `turn` to stage 0; other stages have nothing to do."""
     if stage == turn:

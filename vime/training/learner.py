@@ -35,7 +35,9 @@ class Learner:
         self.config = config
         shape = architecture(folder)
         if shape.layers % config.training.pipeline_parallel:
-            raise ValueError(f"{shape.layers} layers do not divide by training.pipeline_parallel={config.training.pipeline_parallel}")
+            raise ValueError(
+                f"{shape.layers} layers do not divide by training.pipeline_parallel={config.training.pipeline_parallel}"
+            )
         self.policy = model.build(shape, config)
         hf_weights.load(self.policy, HfReader(folder))
         self.module = _data_parallel(self.policy, config)
@@ -53,7 +55,10 @@ class Learner:
         """
         references: Sequence[Tensor | None] = [None] * len(batch.microbatches)
         if self.reference is not None:
-            references = [output[0] if output is not None else None for output in self._score([m.pack for m in batch.microbatches], self.reference)]
+            references = [
+                output[0] if output is not None else None
+                for output in self._score([m.pack for m in batch.microbatches], self.reference)
+            ]
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         step = partial(_train_microbatch, self.config)
@@ -78,8 +83,10 @@ class Learner:
         return metrics
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
-        """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each rank scores all samples."""
-        (parts,) = divide([len(sample.token_ids) for sample in samples], 1, self.config.training.max_tokens_per_microbatch)
+        """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""
+        (parts,) = divide(
+            [len(sample.token_ids) for sample in samples], 1, self.config.training.max_tokens_per_microbatch
+        )
         packs = [pack([samples[i] for i in part], multiple=self.config.training.tensor_parallel) for part in parts]
         before, self.policy.temperature = self.policy.temperature, temperature
         try:
@@ -101,8 +108,10 @@ class Learner:
             outputs = self._schedule(_score_pack, list(packs), forward_only=True, module=policy)
         return outputs if outputs else [None] * len(packs)
 
-    def _schedule(self, step: Callable[..., Any], items: list[Any], *, forward_only: bool, module: Any = None) -> list[Any]:
-        """Run `step` over the items in Megatron's pipeline schedule; what the last stage collected, nothing elsewhere."""
+    def _schedule(
+        self, step: Callable[..., Any], items: list[Any], *, forward_only: bool, module: Any = None
+    ) -> list[Any]:
+        """Run `step` over the items in Megatron's pipeline schedule: what the last stage collected, else nothing."""
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(items),
@@ -116,7 +125,9 @@ class Learner:
         return results
 
 
-def _train_microbatch(config: Config, items: Iterator[tuple[Microbatch, Tensor | None]], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+def _train_microbatch(
+    config: Config, items: Iterator[tuple[Microbatch, Tensor | None]], module: Any
+) -> tuple[Tensor, Callable[..., Any]]:
     microbatch, reference = next(items)
     output = module(**model.inputs(microbatch.pack))
 
@@ -125,7 +136,9 @@ def _train_microbatch(config: Config, items: Iterator[tuple[Microbatch, Tensor |
             loss, sums = microbatch_loss(output, microbatch, config.algorithm, reference)
         except NonFiniteLogprob as error:
             sample = microbatch.samples[int(microbatch.pack.sample[error.index])]
-            raise RuntimeError(f"sample {sample} of the batch: {error.name} is {error.value} on a trained token") from error
+            raise RuntimeError(
+                f"sample {sample} of the batch: {error.name} is {error.value} on a trained token"
+            ) from error
         # The second value divides gradients when Megatron averages by tokens; `finalize` below does not.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
 

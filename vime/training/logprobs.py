@@ -62,7 +62,14 @@ def _first_word(weight: Tensor, group: Group) -> int:
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocabulary: int, chunk: int, group: Group
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocabulary: int,
+        chunk: int,
+        group: Group,
     ) -> tuple[Tensor, Tensor]:
         first = _first_word(weight, group)
         tokens = hidden.shape[0]

@@ -15,7 +15,7 @@ from vime.training.batch import Microbatch
 
 
 class Sum(IntEnum):
-    """Places of the sums in a microbatch's result; each is a weighted sum, so that adding up all ranks gives the mean."""
+    """Places of the sums in a microbatch's result. Each is weighted, so that adding up all ranks gives the mean."""
 
     LOSS = 0
     POLICY = auto()
@@ -25,11 +25,13 @@ class Sum(IntEnum):
     LOGPROB_DIFFERENCE = auto()
 
 
-def microbatch_loss(output: Tensor, microbatch: Microbatch, algorithm: Algorithm, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+def microbatch_loss(
+    output: Tensor, microbatch: Microbatch, algorithm: Algorithm, reference: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The loss to differentiate, a scalar, and float32 [len(Sum)] sums without gradient.
 
-    output: float32 [2, labelled tokens], logprobs and entropies of the policy. reference: its logprobs under the initial
-    policy, when the KL term is on.
+    output: float32 [2, labelled tokens], logprobs and entropies of the policy.
+    reference: float32 [labelled tokens], logprobs under the initial policy, when the KL term is on.
     Raises NonFiniteLogprob when a trained token's logprob is NaN or infinite.
     """
     logprobs, entropies = output[0], output[1]
@@ -39,10 +41,12 @@ def microbatch_loss(output: Tensor, microbatch: Microbatch, algorithm: Algorithm
     if algorithm.name == "sft":
         per_token, clipped = likelihood_loss(logprobs, trained), torch.zeros_like(trained)
     else:
-        # On-policy tokens were sampled from the policy that is trained, so their ratio is 1 and no other pass is needed;
-        # for stale ones the engine's logprob is that of the policy that sampled them.
+        # On-policy tokens were sampled from the policy that is trained, so their ratio is 1 and no other pass is
+        # needed; for stale ones the engine's logprob is that of the policy that sampled them.
         old = torch.where(microbatch.stale, rollout, current)
-        per_token, clipped = policy_loss(logprobs, old, microbatch.advantages, trained, algorithm.clip_low, algorithm.clip_high)
+        per_token, clipped = policy_loss(
+            logprobs, old, microbatch.advantages, trained, algorithm.clip_low, algorithm.clip_high
+        )
     policy = weighted_sum(per_token, weights)
     loss = policy
     kl = torch.zeros_like(policy)

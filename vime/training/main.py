@@ -1,4 +1,4 @@
-"""One trainer rank: take batches from the buffer, step, hand the new weights to the engines. `python -m vime.training.main`."""
+"""One trainer rank: takes batches from the buffer, steps, hands the new weights to the engines."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class Trainer:
         kind, body = b"", b""
         if self.first:
             timeout = self.config.buffer.wait_timeout
-            message = self.control.next_message(self.messages, timeout, f"the batch of step {self.step + 1} from the generator")
+            message = self.control.next_message(
+                self.messages, timeout, f"the batch of step {self.step + 1} from the generator"
+            )
             kind = message.model_dump_json().encode()
             if isinstance(message, BatchMessage):
                 body = self.reader.manifest(message).to_bytes()

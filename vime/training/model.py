@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -45,7 +48,7 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        # Losses are sums over tokens, already weighted over the global batch: Megatron must neither average nor rescale.
+        # Losses are sums over tokens, weighted over the global batch: Megatron must neither average nor rescale.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -101,10 +104,10 @@ class Policy(GPTModel):
         self.temperature = 1.0
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **rest: Any) -> Tensor:  # type: ignore[override]
-        """Hidden states [tokens (/ TP), 1, width] and labels [tokens] -> float32 [2, labelled tokens] on the last stage.
+        """Hidden states [tokens (/ TP), 1, width], labels [tokens] -> float32 [2, labelled tokens] on the last stage.
 
-        Row 0 holds the logprobs of the labels that are not IGNORE, in order, row 1 the entropies. Only those tokens meet
-        the output layer.
+        Row 0 holds the logprobs of the labels that are not IGNORE, in order, row 1 the entropies. Only those tokens
+        meet the output layer.
         """
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[no-any-return]
@@ -113,7 +116,11 @@ class Policy(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
         wanted = labels != IGNORE
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         logprobs, entropies = vocab_parallel_logprobs(
             hidden.squeeze(1)[wanted],
             weight,
@@ -138,7 +145,7 @@ def inputs(pack: Pack) -> dict[str, Any]:
 
 
 def build(architecture: Architecture, config: Config) -> Policy:
-    """This rank's part of the model, on its device, with uninitialised weights. Raises UserError when layers do not divide."""
+    """This rank's part of the model, on its device, with initial weights that are meant to be overwritten."""
     fused = config.cluster.device == "cuda"
     model = Policy(architecture, transformer_config(architecture, config.training, fused=fused), config.training)
     model.temperature = config.rollout.temperature

@@ -9,8 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm in Megatron's norm signature.
 
-    Megatron-core's own wrapper refuses sequence parallelism, because each rank then sees only its tokens and the weight's
-    gradients must be summed over the tensor-parallel group; the mark on the weight asks Megatron for that sum.
+    Megatron-core's own wrapper refuses sequence parallelism, because each rank then sees only its tokens and the
+    weight's gradients must be summed over the tensor-parallel group; the mark on the weight asks Megatron for that sum.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

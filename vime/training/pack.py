@@ -20,8 +20,9 @@ IGNORE = -100
 class Pack:
     """Sequences laid end to end, on the rank's device.
 
-    token_ids, position_ids: int64 [tokens]. labels: int64 [tokens]; at each position the next token of its sequence when
-    that token is a response token with loss mask 1, else IGNORE.
+    token_ids, position_ids: int64 [tokens].
+    labels: int64 [tokens]; at each position the next token of its sequence when that token is a response token with
+        loss mask 1, else IGNORE.
     params: sequence bounds for the attention.
     sample: int64 [labelled tokens], index into the samples given to `pack` of each labelled token, in order.
     rollout_logprobs: float32 [labelled tokens], the engine's. tokens: before padding.

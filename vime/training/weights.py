@@ -30,7 +30,7 @@ class StaleEngine(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did. seconds: of the whole; bytes: sent to each engine; differences: |engine - trainer| in nats."""
+    """What one update did. seconds: the whole; bytes: to each engine; differences: |engine - trainer| in nats."""
 
     version: int
     seconds: float
@@ -52,7 +52,9 @@ class PolicySource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         """Names, types and shapes of what iteration yields. The first call is a collective over the first replica."""
         if self._metadata is None:
-            self._metadata = [ParamMeta(name, self._dtype, shape) for name, shape in hf_weights.shapes(self._learner.policy)]
+            self._metadata = [
+                ParamMeta(name, self._dtype, shape) for name, shape in hf_weights.shapes(self._learner.policy)
+            ]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +109,10 @@ class WeightSync:
         if self._config.weights.backend == "nccl":
             return _open_nccl(self._role, world_size, self._fleet, self._source)
         info = GlooTrainerInitInfo(
-            rank=self._role.rank, master_address=self._role.host, world_size=world_size, timeout=self._config.weights.timeout
+            rank=self._role.rank,
+            master_address=self._role.host,
+            world_size=world_size,
+            timeout=self._config.weights.timeout,
         )
         return GlooTrainerTransfer.trainer_init(info, client=self._fleet, source=self._source)  # type: ignore[arg-type]
 
@@ -136,7 +141,7 @@ class WeightSync:
         )
 
     def _verify(self, version: int) -> tuple[float, float]:
-        """Compare every engine with the trainer on the probe. Largest mean and largest single |difference|, on rank 0."""
+        """Compare every engine with the trainer on the probe. Largest mean and single |difference|, on rank 0."""
         answers: list[Probed] = self._fleet.probe(self._probe) if self._fleet is not None else []
         # every rank of the replica scores the probe, followed by each token that some engine chose
         tokens: list[object] = [sorted({answer.token for answer in answers})]
@@ -157,7 +162,12 @@ class WeightSync:
                 raise StaleEngine(f"{where} serves version {label} after the update to version {version}")
             check(means[-1], self._config.weights.tolerance, where, version)
             # the last value alone went through the prefix cache; a stale cache must not hide in the mean
-            check(float(differences[-1]), max(10 * self._config.weights.tolerance, 0.0), f"{where}, through its prefix cache", version)
+            check(
+                float(differences[-1]),
+                max(10 * self._config.weights.tolerance, 0.0),
+                f"{where}, through its prefix cache",
+                version,
+            )
         return max(means), max(largest)
 
 
@@ -165,8 +175,8 @@ def check(difference: float, tolerance: float, where: str, version: int) -> None
     """Raises StaleEngine unless a mean |logprob difference| is within the tolerance; NaN is not."""
     if not difference <= tolerance:
         raise StaleEngine(
-            f"{where} does not serve version {version}: its logprobs of the probe differ from the trainer's by {difference:.3g} on"
-            f" average, more than weights.tolerance={tolerance:g}"
+            f"{where} does not serve version {version}: its logprobs of the probe differ from the trainer's by"
+            f" {difference:.3g} on average, more than weights.tolerance={tolerance:g}"
         )
 
 
