@@ -51,8 +51,19 @@ def test_the_token_does_not_show() -> None:
     assert "secret" not in repr(ROLE)
 
 
-CHILD = "import sys, time; from vime.role import die_with_parent; die_with_parent(); print('ready', flush=True); time.sleep(60)"
-PARENT = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {CHILD!r}]); print(p.pid, flush=True); p.wait()"
+CHILD = """
+import time
+from vime.role import die_with_parent
+die_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 def test_a_child_dies_with_its_parent() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.compose import compose, dump_resolved
-from vime.config import Config, Model
+from vime.config import Config, Model, TinyModel
 from vime.run_dir import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -30,6 +30,7 @@ SERVING: Roles = (
     ("generator", 0, 1, True, ["serve"]),
 )
 """One of each role, and a second trainer, that never end by themselves."""
+SMALLEST = TinyModel(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, context=128)
 
 
 def config_in(root: Path, *overrides: str) -> Config:
@@ -48,12 +49,19 @@ class Job:
         *flags: str,
         environ: Mapping[str, str] | None = None,
         overrides: Sequence[str] = (),
+        warmup: Roles | None = None,
+        tiny: TinyModel | None = None,
     ) -> None:
         self.root = root
         self.marker = uuid.uuid4().hex
         self._count = len(roles)
         config = config_in(root, *overrides)
-        (root / "commands.json").write_text(json.dumps(roles))
+        if warmup is not None:
+            config = config.model_copy(update={"model": Model(tiny=SMALLEST, warmup="tiny_sft")})
+            (root / "commands-sft.json").write_text(json.dumps(warmup))
+        if tiny is not None:
+            config = config.model_copy(update={"model": Model(tiny=tiny)})
+        (root / "commands-grpo.json").write_text(json.dumps(roles))
         (root / "config.yaml").write_text(dump_resolved(config))
         self.output = (root / "launcher.log").open("ab")
         self.launcher = subprocess.Popen(
@@ -119,7 +127,7 @@ class Job:
 
     def check_nothing_left(self) -> None:
         """No process of the job lives, and every port it used is free."""
-        until(lambda: not self.processes(), 1, f"no process: {self.processes()}")
+        until(lambda: not self.processes(), 3, f"no process: {self.processes()}")
         store = {role["environ"]["VIME_STORE"].rpartition(":")[2] for role in self.seen().values()}
         ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
         for port in ports - {0}:

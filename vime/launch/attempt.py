@@ -112,7 +112,6 @@ class Attempt:
         while unfinished:
             unexpected = []
             for end in processes.poll():
-                print(f"{end.time} {end}", flush=True)
                 if end.succeeded:
                     unfinished.discard(end.command.name)
                 else:
@@ -135,10 +134,7 @@ class Attempt:
         while processes.running and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(Stopped):  # it is ending already
                 self.signals.wait(min(left, POLL))
-            for end in processes.poll():
-                print(f"{end.time} {end}", flush=True)
-                if not end.succeeded:
-                    ends.append(end)
+            ends += [end for end in processes.poll() if not end.succeeded]
         return ends
 
 

@@ -41,7 +41,9 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     Returns "completed"; raises RunEnded with the state and the failing role otherwise.
     """
     become_subreaper()
-    die_with_parent()
+    # submitit names the job by its process, so that one that has ended already is noticed too.
+    controller = os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+    die_with_parent(int(controller) if controller else None)
     run = RunDir(Path(run_path))
     log = run.log("supervisor", 0, run.read_status().attempt)
     child = _start(run, supervisor, log)

@@ -74,6 +74,7 @@ def _sweep(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path, wait: Callable[[float], None], timeout: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout
+    said = False
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -84,6 +85,9 @@ def _locked(path: Path, wait: Callable[[float], None], timeout: float) -> Iterat
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise WaitTimeout(f"waited {timeout:g} s for another run to make the model of {path}") from None
+                if not said:
+                    print(f"waiting for another run to make the model of {path}", flush=True)
+                    said = True
                 wait(0.2)
         yield
     finally:

@@ -92,13 +92,14 @@ class Processes:
         self.running.append(RoleProcess(command, popen, log))
 
     def poll(self) -> list[End]:
-        """The processes that ended since the last call."""
+        """The processes that ended since the last call. Each is said in the supervisor's log."""
         ends = []
         for process in list(self.running):
             end = process.poll()
             if end is not None:
                 self.running.remove(process)
                 ends.append(end)
+                print(f"{end.time} {end}", flush=True)
         reap_orphans(frozenset(process.popen.pid for process in self.running))
         return ends
 

@@ -61,6 +61,9 @@ def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
                 _kill(process)
     except KeyboardInterrupt:
         _cancel(run, process, longest)
+    except BaseException:  # a launcher that cannot stay does not leave a run behind
+        _cancel(run, process, longest)
+        raise
     return close(run, launcher_failure("supervisor", run.log("supervisor", 0, run.read_status().attempt)))
 
 

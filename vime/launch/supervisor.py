@@ -89,6 +89,8 @@ def _tiny_model(tiny: TinyModel, signals: StopSignals) -> Path:
 
 
 def _warmed_up(config: Config, nested: RunDir, signals: StopSignals, commands: Commands) -> Path:
+    place = config.run.model_copy(update={"root": nested.path.parent, "name": nested.path.name})
+    config = config.model_copy(update={"run": place})
     shutil.rmtree(nested.path, ignore_errors=True)  # of an earlier attempt
     nested.path.mkdir(mode=0o700)
     prepare(nested, config, make_plan(config))

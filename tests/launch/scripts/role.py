@@ -6,6 +6,7 @@ role.py fail SECONDS CODE     exit CODE
 role.py stubborn              as serve, and ignore TERM
 role.py daemon                as serve, with a grandchild in a session of its own that listens on another port
 role.py pipe SECONDS CODE     exit CODE from a shell pipeline
+role.py export STEPS          write an export of that step (rank 0), exit 0
 role.py follow FILE           exit 1 a moment after the process whose pid is in FILE is gone
 """
 
@@ -66,6 +67,12 @@ def main(what: str, arguments: list[str]) -> int:
             time.sleep(0.001)
         print("connection reset by peer", flush=True)
         return 1
+    elif what == "export":
+        report(NAME, 0)
+        time.sleep(0.5)
+        if NAME == "trainer-0":
+            (RUN / "export" / f"step_{arguments[0]}").mkdir(parents=True)
+            (RUN / "export" / f"step_{arguments[0]}" / "weights").write_text(os.environ["VIME_MODEL"])
     elif what == "pipe":
         report(NAME, 0)
         script = f"(sleep {arguments[0]}; echo broken engine; exit {arguments[1]}) | cat"

@@ -1,4 +1,7 @@
-"""The real supervisor with the commands of the run's commands.json: [[role, rank, world size, finishes, argv], ...]."""
+"""The real supervisor with the commands of commands-ALGORITHM.json beside the run.
+
+The file holds [[role, rank, world size, finishes, argv], ...].
+"""
 
 import json
 import sys
@@ -14,7 +17,7 @@ ROLE = str(Path(__file__).with_name("role.py"))
 
 
 def commands(config: Config, plan: Plan) -> Sequence[Command]:
-    table = json.loads((config.run.root / "commands.json").read_text())
+    table = json.loads((Path(sys.argv[1]).parent / f"commands-{config.algorithm.name}.json").read_text())
     return [
         Command(role, rank, size, (sys.executable, "-S", ROLE, *argv), finishes)
         for role, rank, size, finishes, argv in table
