@@ -67,10 +67,17 @@ def stack_config(path: Path) -> Config:
         cluster=Cluster(name="local", startup_timeout=STARTUP),
         model=Model(path=path),
         data=Data(
-            task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, template="{expression} =", size=200
+            task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            template="{expression} =",
+            size=200,
         ),
         rollout=Rollout(
-            dtype="float32", prompts_per_step=4, samples_per_prompt=4, max_response_tokens=8, context=128, kv_cache_gb=0.25
+            dtype="float32",
+            prompts_per_step=4,
+            samples_per_prompt=4,
+            max_response_tokens=8,
+            context=128,
+            kv_cache_gb=0.25,
         ),
         training=Training(ranks=2, steps=2, dtype="float32", max_tokens_per_microbatch=1024),
         weights=Weights(backend="gloo"),

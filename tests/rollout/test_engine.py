@@ -7,9 +7,9 @@ import asyncio
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from tests.conftest import EngineStack
+from tests.rollout.reference import logprobs
 from vime.rollout.client import Completion, RequestRefused, RolloutClient, Sampling
 from vime.rollout.limits import read_limits
 
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 PROMPT = [257, 49, 43, 50, 258]
 
 
-def complete(stack: EngineStack, samples: int, temperature: float, seed: int | None, url: str | None = None) -> list[Completion]:
+def complete(
+    stack: EngineStack, samples: int, temperature: float, seed: int | None, url: str | None = None
+) -> list[Completion]:
     async def ask() -> list[Completion]:
         limits = read_limits(stack.config.rollout, stack.model)
         sampling = Sampling(temperature, 1.0, limits.stop_token_ids)
@@ -28,22 +30,11 @@ def complete(stack: EngineStack, samples: int, temperature: float, seed: int | N
     return asyncio.run(ask())
 
 
-def reference_logprobs(stack: EngineStack, response: np.ndarray, temperature: float) -> np.ndarray:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(stack.model, dtype=torch.float32)
-    ids = torch.tensor([[*PROMPT, *response.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
-    chosen = torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(PROMPT) :, None])
-    return chosen[:, 0].numpy()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_scaled_distribution(engine_stack: EngineStack, temperature: float) -> None:
     """Case 8, on a real model."""
     for completion in complete(engine_stack, 4, temperature, seed=11):
-        expected = reference_logprobs(engine_stack, completion.token_ids, temperature)
+        expected = logprobs(engine_stack.model, PROMPT, completion.token_ids, temperature)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
@@ -58,7 +49,9 @@ def test_seeds_repeat_and_differ(engine_stack: EngineStack) -> None:
 
 
 def test_direct_and_routed_answers_are_equal(engine_stack: EngineStack) -> None:
-    routed, direct = (complete(engine_stack, 2, 1.0, 9, url) for url in (engine_stack.router_url, engine_stack.engine_url))
+    routed, direct = (
+        complete(engine_stack, 2, 1.0, 9, url) for url in (engine_stack.router_url, engine_stack.engine_url)
+    )
     for a, b in zip(routed, direct, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
@@ -80,7 +73,9 @@ def test_every_engine_route_but_health_needs_the_token(engine_stack: EngineStack
     assert ("post", "/update_weights") in routes
     routes += [("get", path) for path in ("/metrics", "/openapi.json", "/docs", "/nothing", "//health", "/health/")]
     answers = {
-        (method, path): httpx.request(method, engine_stack.engine_url + path.replace("{", "").replace("}", "")).status_code
+        (method, path): httpx.request(
+            method, engine_stack.engine_url + path.replace("{", "").replace("}", "")
+        ).status_code
         for method, path in routes
     }
     assert answers.pop(("get", "/health")) == 200
@@ -93,10 +88,22 @@ def test_every_router_route_but_health_needs_the_token(engine_stack: EngineStack
     url = engine_stack.router_url
     assert httpx.get(url + "/health").status_code == 200
     # vllm-router's own routes, and engine routes that it would pass on with its key.
-    for path in ("list_workers", "workers", "add_worker", "metrics", "get_loads", "pause", "collective_rpc", "v1/models"):
+    for path in (
+        "list_workers",
+        "workers",
+        "add_worker",
+        "metrics",
+        "get_loads",
+        "pause",
+        "collective_rpc",
+        "v1/models",
+    ):
         for method in ("GET", "POST", "DELETE"):
             assert httpx.request(method, f"{url}/{path}").status_code == 401, (method, path)
-            assert httpx.request(method, f"{url}/{path}", headers=engine_stack.headers).status_code == 404, (method, path)
+            assert httpx.request(method, f"{url}/{path}", headers=engine_stack.headers).status_code == 404, (
+                method,
+                path,
+            )
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 1}
     assert httpx.post(url + "/v1/completions", json=body).status_code == 401
     assert httpx.post(url + "/v1/completions", json=body, headers=engine_stack.headers).status_code == 200

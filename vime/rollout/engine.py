@@ -49,14 +49,17 @@ def run_engine(role: Role, config: Config) -> int:
     run_dir.append_event(role, "started", command=command[1:])
     incarnation = 0
     while True:
-        code = _run_server(role, config, control, run_dir, address, command, incarnation, stop)
+        code, served = _run_server(role, config, control, run_dir, address, command, incarnation, stop)
         if stop.asked:
             run_dir.append_event(role, "stopped")
             return 0
+        if incarnation == 0 and not served:
+            print(f"the vLLM server ended with {code} before it ever answered: its reason is above", flush=True)
+            return code
         incarnation += 1
         if incarnation > config.rollout.max_restarts:
             print(
-                f"the vLLM server ended with {code} and its {config.rollout.max_restarts} restarts are used up",
+                f"the vLLM server ended with {code}, and rollout.max_restarts={config.rollout.max_restarts} are used up",
                 flush=True,
             )
             return code
@@ -72,29 +75,31 @@ def _run_server(
     command: list[str],
     incarnation: int,
     stop: Stop,
-) -> int:
-    """Runs one server to its end. Returns its exit code, as a shell would say it, and never 0."""
+) -> tuple[int, bool]:
+    """Runs one server to its end. Returns its exit code as a shell would say it, never 0, and whether it ever answered."""
     begun = time.monotonic()
     server = Server.start(command, server_environment(config, address.host, gated=incarnation > 0), address)
+    served = False
     try:
-        if server.wait_ready(config.cluster.startup_timeout, stop):
-            control.publish_engine(
-                EngineAddress(
-                    index=role.rank, url=address.url, world_size=config.rollout.tensor_parallel, incarnation=incarnation
-                )
-            )
-            if incarnation > 0:
-                control.post(EngineMessage(index=role.rank, incarnation=incarnation))
+        served = server.wait_ready(config.cluster.startup_timeout, stop)
+        if served:
+            _announce(role, config, control, address, incarnation)
             seconds = round(time.monotonic() - begun, 3)
             run_dir.append_event(role, "ready", url=address.url, incarnation=incarnation, seconds=seconds)
-            while server.process.poll() is None and not stop.asked:
-                time.sleep(POLL_SECONDS)
+        while server.process.poll() is None and not stop.asked:
+            time.sleep(POLL_SECONDS)
     finally:
         ended = server.process.poll()
         server.kill_tree(config.cluster.stop_timeout * 0.6)
-    if ended is None:
-        return 0
-    return 128 - ended if ended < 0 else ended or 1
+    code = ended or 1
+    return (128 - code if code < 0 else code), served
+
+
+def _announce(role: Role, config: Config, control: Control, address: ReservedPort, incarnation: int) -> None:
+    width = config.rollout.tensor_parallel
+    control.publish_engine(EngineAddress(index=role.rank, url=address.url, world_size=width, incarnation=incarnation))
+    if incarnation > 0:
+        control.post(EngineMessage(index=role.rank, incarnation=incarnation))
 
 
 def main() -> int:

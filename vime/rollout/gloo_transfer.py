@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from vime.rollout.moe_reload import repack_cpu_experts
+from vime.rollout.cpu_reload import repack
 
 
 @dataclass
@@ -116,7 +116,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        repack_cpu_experts(self.model)
+        repack(self.model)
 
     def shutdown(self) -> None:
         """Leaves the group."""

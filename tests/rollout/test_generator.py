@@ -1,0 +1,89 @@
+"""The generator against a real engine: batches that a trainer can read, whose every number is checked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.conftest import EngineStack, start_role
+from tests.rollout.reference import logprobs
+from vime.buffer.manifest import committed
+from vime.buffer.reader import BufferReader
+from vime.rollout.format import load_tokenizer
+from vime.rollout.rewards import Scorer
+from vime.rollout.sources import load_problems
+
+pytestmark = pytest.mark.slow
+
+
+def train_nothing(stack: EngineStack) -> None:
+    """What the trainers say to the generator, without training: each batch is consumed and makes the next version."""
+    control = stack.control.clone()
+    position = control.posted()
+    control.put("start", {"step": 0, "cursor": {}})
+    control.publish_version(0)
+    for step in range(1, stack.config.training.steps + 1):
+        message = control.next_message(position, 120, f"the batch of step {step}")
+        assert message.kind == "batch"
+        assert message.step == step
+        position += 1
+        control.publish_consumed(step)
+        control.publish_version(step)
+
+
+def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
+    stack = engine_stack
+    trainer = threading.Thread(target=train_nothing, args=(stack,), daemon=True)
+    trainer.start()
+    role = replace(stack.role, name="generator")
+    generator = start_role(role, "vime.rollout.generator")
+    log = stack.run_dir.log("generator", 0, 1)
+    try:
+        assert generator.wait(180) == 0, log.read_text()[-3000:]
+    finally:
+        generator.kill()
+    trainer.join(10)
+
+    config = stack.config
+    manifests = committed(stack.run_dir.buffer)
+    assert [manifest.step for manifest in manifests] == [1, 2]
+    reader = BufferReader(stack.run_dir, config.buffer)
+    problems = load_problems(config.data, config.run.seed)
+    answers = {problem.uid: problem for problem in problems.training}
+    tokenizer = load_tokenizer(stack.model)
+    scorer = Scorer(config.data, 10)
+    seen: list[int] = []
+    for manifest in manifests:
+        samples = reader.samples(manifest, range(len(manifest.samples)))
+        assert len(samples) == 16
+        seen += sorted({entry.group for entry in manifest.samples})
+        assert {entry.version for entry in manifest.samples} == {manifest.step - 1}
+        for sample in samples:
+            response = sample.token_ids[sample.prompt_length :]
+            expected = logprobs(stack.model, sample.token_ids[: sample.prompt_length].tolist(), response)
+            np.testing.assert_allclose(sample.rollout_logprobs, expected, atol=2e-5)
+            assert (sample.finish_reason == "stop") == (response[-1] == tokenizer.eos_token_id)
+        metrics = manifest.metrics
+        assert metrics["rollout/raw_reward"] == pytest.approx(np.mean([s.reward for s in samples]))
+        assert metrics["rollout/response_len/mean"] == pytest.approx(np.mean([s.response_length for s in samples]))
+        truncated = np.mean([s.finish_reason == "truncated" for s in samples])
+        assert metrics["rollout/truncated_ratio"] == pytest.approx(truncated)
+        assert metrics["rollout/staleness/max"] == 0
+        assert metrics["perf/rollout_tok_per_s"] > 0
+        assert metrics["rollout/dropped_samples"] == metrics["rollout/filtered_prompts"] == 0
+    assert seen == list(range(8)), "the order of the stream is the order of the batches"
+    assert manifests[-1].cursor == {"epoch": 0, "position": 8}
+    assert len(answers) == len(problems.training)
+    scorer.close()
+
+    events = [json.loads(line) for line in stack.run_dir.events.read_text().splitlines()]
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    assert [event["version"] for event in evaluations] == [0, 2]
+    assert evaluations[0]["samples"] == 4
+    # Nothing was trained, and evaluations of a run draw alike.
+    assert evaluations[0]["accuracy"] == evaluations[1]["accuracy"]
+    assert evaluations[0]["mean_reward"] == evaluations[1]["mean_reward"]
