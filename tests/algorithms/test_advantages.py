@@ -39,7 +39,8 @@ def test_grpo_by_hand() -> None:
 
 def test_rloo_by_hand() -> None:
     # Rewards 0, 1, 5. The others' means: 6/2 = 3, 5/2 = 2.5, 1/2 = 0.5; advantages -3, -1.5, 4.5.
-    # The others' deviations: of (1, 5) sqrt(8) = 2.828427, of (0, 5) sqrt(12.5) = 3.535534, of (0, 1) sqrt(0.5) = 0.707107.
+    # The others' deviations: of (1, 5) sqrt(8) = 2.828427, of (0, 5) sqrt(12.5) = 3.535534, of (0, 1) sqrt(0.5) =
+    # 0.707107.
     groups, weights = one_group(3)
     torch.testing.assert_close(leave_one_out_advantages(f32(0, 1, 5), groups, weights, False), f32(-3, -1.5, 4.5))
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Per-token losses, KL estimates and their sum, against arithmetic done by hand; and masked tokens that must not matter."""
+"""Per-token losses, KL estimates and their sum against arithmetic done by hand; masked tokens that must not matter."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_case_3_an_unmasked_nan_of_the_old_policy_is_named() -> None:
 
 
 def test_case_5_three_samples_on_two_ranks() -> None:
-    # Token losses 1 2 | 3 4 5 | 6 of three samples; their mean is 21 / 6 = 3.5. Rank 0 has the first two samples, rank 1
+    # Token losses 1 2 | 3 4 5 | 6 of three samples; mean 21 / 6 = 3.5. Rank 0 has the first two samples, rank 1
     # the third and a copy of it with weight 0.
     rank_0 = weighted_sum(f32(1, 2, 3, 4, 5), token_weights(6, torch.ones(5)))
     rank_1 = weighted_sum(f32(6, 6), token_weights(6, torch.ones(2) * f32(1, 0)))
@@ -211,9 +211,8 @@ def test_any_split_gives_the_same_loss_and_gradient(masks: list[list[bool]], par
     whole = [sample[0].clone().requires_grad_() for sample in samples]
     loss_of(list(range(len(samples))), whole).backward()
     split = [sample[0].clone().requires_grad_() for sample in samples]
-    parted = [
-        loss_of(chosen, split) for rank in range(parts) if (chosen := [i for i, o in enumerate(owner) if o == rank])
-    ]
+    ranks = [[i for i, o in enumerate(owner) if o == rank] for rank in range(parts)]
+    parted = [loss_of(chosen, split) for chosen in ranks if chosen]
     torch.stack(parted).sum().backward()
     for one, other in zip(whole, split, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-9, rtol=1e-6)

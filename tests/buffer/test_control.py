@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,8 +22,8 @@ CLIENT = "import sys; from tests.buffer.made import connect; c = connect(int(sys
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Control, int]]:
-    yield Control.serve("127.0.0.1", 1)
+def served() -> tuple[Control, int]:
+    return Control.serve("127.0.0.1", 1)
 
 
 def start(code: str, port: int) -> subprocess.Popen[bytes]:
@@ -95,7 +94,10 @@ def test_a_clone_works_while_another_connection_waits(served: tuple[Control, int
 
 
 def test_the_end_of_the_store_ends_a_wait() -> None:
-    code = "from vime.buffer.control import Control; import time; c, p = Control.serve('127.0.0.1', 1); print(p, flush=True); time.sleep(99)"
+    code = (
+        "from vime.buffer.control import Control; import time;"
+        "c, p = Control.serve('127.0.0.1', 1); print(p, flush=True); time.sleep(99)"
+    )
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None

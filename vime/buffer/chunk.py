@@ -19,8 +19,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from vime.buffer.errors import BufferFault
+from vime.buffer.files import commit
 from vime.buffer.sample import Group, Sample
-from vime.buffer.tensors import Array, Flat, map_tensors, raw_bytes, write_tensors
+from vime.buffer.tensors import Array, Flat, encode_tensors, map_tensors, raw_bytes
 
 FORMAT = "vime-chunk-1"
 _RAGGED = {
@@ -79,14 +80,18 @@ def route_dtype(experts: int) -> np.dtype[Any]:
 
 
 def write_chunk(folder: Path, name: str, groups: Sequence[Group], experts: int | None = None) -> ChunkInfo:
-    """Commit `groups` as the file `name` of `folder`. `experts`: the expert count, needed when there are routes.
+    """Commit `groups` as the file `name` of `folder`. Raises like `encode_chunk`, and BufferFault like `commit`."""
+    return ChunkInfo(name=name, bytes=commit(folder / name, encode_chunk(groups, experts)))
 
-    Raises ValueError when there is no group, expert ids are out of range or routes differ in (layers, top-k), and
-    BufferFault when the file cannot be written.
+
+def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[bytes | memoryview]:
+    """The content of a chunk of `groups`, in pieces. `experts`: the model's expert count, needed when there are routes.
+
+    Raises ValueError when there is no group, expert ids are out of range or routes differ in (layers, top-k).
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
-        raise ValueError(f"chunk {name} would have no samples")
+        raise ValueError("a chunk without groups has no samples")
     routes = _routes(samples, experts)
     texts = [_json({"finish_reason": s.finish_reason, "metadata": s.metadata}) for s in samples]
     rewards = np.array([s.reward for s in samples], "<f4")
@@ -122,7 +127,7 @@ def write_chunk(folder: Path, name: str, groups: Sequence[Group], experts: int |
         for key, value in parts.items()
     }
     metadata = {"format": FORMAT, "experts": str(experts or 0), "groups_checksum": str(zlib.crc32(ranges))}
-    return ChunkInfo(name=name, bytes=write_tensors(folder / name, tensors, metadata))
+    return encode_tensors(tensors, metadata)
 
 
 @dataclass(frozen=True)

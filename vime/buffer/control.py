@@ -131,7 +131,7 @@ class Control:
             client = TCPStore(role.store_host, role.store_port, wait_for_workers=False, timeout=_delta(timeout))
         except DistError as error:
             where = f"{role.store_host}:{role.store_port}"
-            raise WaitTimeout(f"waited {timeout:g} s for the run's store at {where}: {error}") from error
+            raise WaitTimeout(f"waited {timeout:g} s for the run's store at {where}: {_first_line(error)}") from error
         return cls(PrefixStore(_prefix(role.attempt), client))
 
     def clone(self) -> Control:
@@ -300,7 +300,12 @@ def _reporting() -> Iterator[None]:
     try:
         yield
     except DistNetworkError as error:
-        raise ControlLost(f"the run's store does not answer any more: {error}") from error
+        raise ControlLost(f"the run's store does not answer any more: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    # torch appends a C++ stack.
+    return str(error).partition("\n")[0]
 
 
 def _delta(seconds: float) -> timedelta:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
-
-from vime.buffer.files import commit
 
 Array = NDArray[Any]
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -61,8 +59,8 @@ _ENTRIES = TypeAdapter(dict[str, _Entry])
 _METADATA = TypeAdapter(dict[str, str])
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Flat], metadata: Mapping[str, str]) -> int:
-    """Commit `tensors` as the file `path`; returns its bytes. Raises BufferFault when the filesystem refuses."""
+def encode_tensors(tensors: Mapping[str, Flat], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """The content of a file that holds `tensors`, in pieces: large parts are not copied."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -73,13 +71,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Flat], metadata: Mapping[str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for _, flat in ordered:
-            for part in _joined(flat.parts):
-                yield raw_bytes(part).data
-
-    return commit(path, pieces())
+    head = len(text).to_bytes(8, "little") + text
+    return [head, *(raw_bytes(part).data for _, flat in ordered for part in _joined(flat.parts))]
 
 
 def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vime.buffer.chunk import Chunk, ChunkInfo, write_chunk
+from vime.buffer.chunk import Chunk, ChunkInfo, encode_chunk
 from vime.buffer.control import BatchMessage, Control
 from vime.buffer.errors import BufferFault
 from vime.buffer.files import commit, remove_temporaries
 from vime.buffer.manifest import BATCHES, CHUNKS, Entry, Manifest, collect, committed, entries
-from vime.buffer.sample import Group, Sample
+from vime.buffer.sample import Group
 from vime.config import Buffer
 from vime.errors import UserError
 from vime.run_dir import RunDir
@@ -161,11 +161,12 @@ class BufferWriter:
             )
 
     def _commit_chunk(self) -> None:
-        self.wait_for_room(sum(_size(sample) for group in self._groups for sample in group.samples))
+        pieces = encode_chunk(self._groups, self._experts)
+        self.wait_for_room(sum(len(piece) for piece in pieces))
         name = f"chunk_{self._next_chunk:06d}-{secrets.token_hex(4)}.safetensors"
-        info = write_chunk(self._folder / CHUNKS, name, self._groups, self._experts)
+        size = commit(self._folder / CHUNKS / name, pieces)
         self._next_chunk += 1
-        self._count_in(info, self._groups)
+        self._count_in(ChunkInfo(name=name, bytes=size), self._groups)
         self._groups = []
 
     def _count_in(self, info: ChunkInfo, groups: list[Group]) -> None:
@@ -207,10 +208,3 @@ def _number(name: str) -> int:
     match = CHUNK_NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
-
-
-def _size(sample: Sample) -> int:
-    """Bytes that a sample takes in a chunk, nearly (strings and offsets are small beside it)."""
-    routes = sample.routed_experts
-    parts = (sample.token_ids, sample.loss_mask, sample.rollout_logprobs, sample.versions)
-    return sum(part.nbytes for part in parts) + (0 if routes is None else routes.nbytes)
