@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +125,12 @@ class Job:
         """Wait for the launcher's end; its exit code."""
         return self.launcher.wait(timeout)
 
-    def check_nothing_left(self) -> None:
+    def check_nothing_left(self, more_ports: Iterable[int] = ()) -> None:
         """No process of the job lives, and every port it used is free."""
         until(lambda: not self.processes(), 3, f"no process: {self.processes()}")
         store = {role["environ"]["VIME_STORE"].rpartition(":")[2] for role in self.seen().values()}
         ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
-        for port in ports - {0}:
+        for port in (ports | set(more_ports)) - {0}:
             # An ending process gives up its environment, by which it is found, a moment before its sockets.
             until(lambda port=port: not answers(port), 1, f"port {port} to be free")
 

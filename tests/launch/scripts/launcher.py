@@ -1,13 +1,15 @@
-"""The real launcher with the test's supervisor: launcher.py CONFIG [--no-wait]."""
+"""The real launcher, by default with the test's supervisor: launcher.py CONFIG [--no-wait] [--real]."""
 
 import sys
 from pathlib import Path
 
 from vime.compose import load_resolved
+from vime.launch.guardian import SUPERVISOR
 from vime.launch.submit import submit
 from vime.plan import make_plan
 
 if __name__ == "__main__":
     config = load_resolved(Path(sys.argv[1]))
-    supervisor = (sys.executable, str(Path(__file__).with_name("supervisor.py")))
+    scripted = (sys.executable, str(Path(__file__).with_name("supervisor.py")))
+    supervisor = SUPERVISOR if "--real" in sys.argv else scripted
     sys.exit(submit(config, make_plan(config), wait="--no-wait" not in sys.argv, supervisor=supervisor))
