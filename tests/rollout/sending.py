@@ -28,7 +28,7 @@ class FolderSource(WeightSource):
 
 
 def send(folder: Path, url: str, token: str, version: int, rounds: int = 1) -> None:
-    """Sends the weights of `folder` to the engine at `url`, as version `version`, through a transfer group of its own."""
+    """Sends the weights of `folder` to the engine at `url` as `version`, through a transfer group of its own."""
     fleet = Fleet([EngineAddress(index=0, url=url, world_size=1, incarnation=0)], token, 60)
     sender = GlooTrainerTransfer.trainer_init(
         GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0), client=fleet, source=FolderSource(folder)

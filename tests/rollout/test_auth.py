@@ -48,12 +48,23 @@ def serving(monkeypatch: pytest.MonkeyPatch, gated: bool) -> Iterator[str]:
 def test_only_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, gated=False) as url:
         assert httpx.get(url + "/health").status_code == 200
-        for path in ("/", "/v1/models", "/collective_rpc", "/health/", "/healthz", "//health", "/HEALTH", "/pause?mode=keep"):
+        for path in (
+            "/",
+            "/v1/models",
+            "/collective_rpc",
+            "/health/",
+            "/healthz",
+            "//health",
+            "/HEALTH",
+            "/pause?mode=keep",
+        ):
             assert httpx.get(url + path).status_code == 401, path
             assert httpx.get(url + path, headers=BEARER).status_code == 200, path
 
 
-@pytest.mark.parametrize("value", ["", "Bearer", "Bearer the-toke", "Bearer the-tokenn", "the-token", "bearer the-token"])
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer the-toke", "Bearer the-tokenn", "the-token", "bearer the-token"]
+)
 def test_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     with serving(monkeypatch, gated=False) as url:
         assert httpx.get(url + "/v1/models", headers={"Authorization": value}).status_code == 401

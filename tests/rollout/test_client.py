@@ -46,7 +46,10 @@ def test_choices_are_taken_by_their_index() -> None:
         ({"choices": [choice(0), choice(1, token_ids=None)]}, "no token ids or no logprobs"),
         ({"choices": [choice(0), choice(1, logprobs=None)]}, "no token ids or no logprobs"),
         ({"choices": [choice(0), choice(1, token_ids=[5])]}, "1 token ids and 2 logprobs"),
-        ({"choices": [choice(0), choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})]}, "token 1 is not finite"),
+        (
+            {"choices": [choice(0), choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})]},
+            "token 1 is not finite",
+        ),
         ({"choices": [choice(0), choice(1, logprobs={"token_logprobs": [None, -1.0]})]}, "not"),
     ],
 )
@@ -86,7 +89,9 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
     (completion,) = ask(handler, patience=30)
     assert completion.token_ids.tolist() == [5, 6]
     assert bodies[0] == bodies[2]
-    sent = {key: bodies[0][key] for key in ("prompt", "n", "max_tokens", "logprobs", "return_token_ids", "seed", "top_p")}
+    sent = {
+        key: bodies[0][key] for key in ("prompt", "n", "max_tokens", "logprobs", "return_token_ids", "seed", "top_p")
+    }
     assert sent == {
         "prompt": PROMPT, "n": 1, "max_tokens": 8, "logprobs": 0, "return_token_ids": True, "seed": 7, "top_p": 1.0
     }  # fmt: skip
@@ -119,7 +124,7 @@ def test_a_refusal_is_not_repeated() -> None:
         calls += 1
         return web.json_response({"error": "max_tokens is too large"}, status=400)
 
-    with pytest.raises(RequestRefused, match="400: .*max_tokens is too large"):
+    with pytest.raises(RequestRefused, match=r"400: .*max_tokens is too large"):
         ask(handler, patience=30)
     assert calls == 1
 

@@ -54,7 +54,7 @@ def test_a_doubled_bos_is_an_error(adding_bos: Any) -> None:
 
 def test_no_chat_template_is_an_error_at_start(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template; use data.format=text"):
+    with pytest.raises(UserError, match=r"no chat template; use data.format=text"):
         make_format(Data(format="chat"), tokenizer)
 
 
@@ -78,7 +78,9 @@ def out_of_range(record: dict[str, Any], tokenizer: Any) -> list[int]:
 
 def test_a_format_of_the_users(tokenizer: Any) -> None:
     problem = Problem("unused", "", {"word": "ab"})
-    assert make_format(Data(format="tests.rollout.test_format:letters"), tokenizer)(problem) == answer_ids("ab", tokenizer)
+    assert make_format(Data(format="tests.rollout.test_format:letters"), tokenizer)(problem) == answer_ids(
+        "ab", tokenizer
+    )
     with pytest.raises(UserError, match="token ids from 0 to"):
         make_format(Data(format="tests.rollout.test_format:out_of_range"), tokenizer)(problem)
     with pytest.raises(UserError, match="KeyError"):

@@ -58,5 +58,5 @@ def test_prompts_that_fill_the_context_are_filtered_and_counted() -> None:
 
 def test_prompts_that_are_all_too_long_end_in_an_error() -> None:
     feed = PromptFeed((Problem("q", "20"),), 0, True, by_length, Limits(16, (2,), 8))
-    with pytest.raises(UserError, match="rollout.context=16"):
+    with pytest.raises(UserError, match=r"rollout.context=16"):
         feed.take()

@@ -15,7 +15,9 @@ HERE = "tests.rollout.test_rewards"
 PROBLEM = Problem("q", "7", {"question": "q", "answer": "7", "metadata": {}})
 
 
-def score(reward: str, responses: list[str], timeout: float = 5.0, reward_key: str | None = None, problem: Problem = PROBLEM) -> list[Any]:
+def score(
+    reward: str, responses: list[str], timeout: float = 5.0, reward_key: str | None = None, problem: Problem = PROBLEM
+) -> list[Any]:
     source = "reasoning_gym" if reward == "task" else "jsonl"
     data = Data.model_validate({"source": source, "path": "x.jsonl", "reward": reward, "reward_key": reward_key})
 
@@ -97,7 +99,7 @@ def test_dict_rewards_need_a_key() -> None:
     assert score(f"{HERE}:as_dict", ["x"], reward_key="format") == [1.0]
     with pytest.raises(UserError, match=r"without data.reward_key='style'; it has accuracy, format"):
         score(f"{HERE}:as_dict", ["x"], reward_key="style")
-    with pytest.raises(UserError, match="set data.reward_key"):
+    with pytest.raises(UserError, match=r"set data.reward_key"):
         score(f"{HERE}:as_dict", ["x"])
 
 
@@ -119,7 +121,12 @@ def test_a_function_that_takes_no_response_is_refused() -> None:
 def test_math_verify() -> None:
     """In workers, whose main thread its alarms need; the caller's is asyncio's."""
     half = Problem("q", "$\\frac{1}{2}$")
-    assert score("math_verify", ["$0.5$", "so it is \\boxed{\\frac{2}{4}}", "$1$", "no idea"], 60, problem=half) == [1, 1, 0, 0]
+    assert score("math_verify", ["$0.5$", "so it is \\boxed{\\frac{2}{4}}", "$1$", "no idea"], 60, problem=half) == [
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_a_reference_that_cannot_be_read_is_not_a_wrong_answer() -> None:

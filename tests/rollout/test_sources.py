@@ -21,7 +21,11 @@ def test_jsonl_is_read_as_a_person_means_it(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(RECORDS)
     problems = read_jsonl(file, "prompt", "answer")
-    assert [problem.prompt for problem in problems] == ["café 😀", "a\u2028b \u2028 c", [{"role": "user", "content": "hi"}]]
+    assert [problem.prompt for problem in problems] == [
+        "café 😀",
+        "a\u2028b \u2028 c",
+        [{"role": "user", "content": "hi"}],
+    ]
     assert [problem.answer for problem in problems] == ["1", "2", "3"]
     assert problems[2].record["level"] == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +32,15 @@ class Letters:
 
 
 class Engine:
-    """Answers with what `script(prompt number, sample seed)` says; an exception is raised. Remembers what it was asked."""
+    """Answers with what `script(prompt number, sample seed)` says or raises. Remembers what it was asked."""
 
     def __init__(self, script: Callable[[int, int], str]) -> None:
         self.script = script
         self.asked: list[tuple[int, int, int]] = []
 
-    async def complete(self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int) -> list[Completion]:
+    async def complete(
+        self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int
+    ) -> list[Completion]:
         number = prompt[0]
         self.asked.append((number, samples, seed))
         await asyncio.sleep(0.02 / (1 + number % 3))  # later prompts may finish first
@@ -54,7 +57,11 @@ def reward_of(response: str) -> float | None:
 
 
 def fill(
-    script: Callable[[int, int], str], prompts: int, samples: int = 2, written: frozenset[int] = frozenset(), tries: int = 3
+    script: Callable[[int, int], str],
+    prompts: int,
+    samples: int = 2,
+    written: frozenset[int] = frozenset(),
+    tries: int = 3,
 ) -> tuple[StepStatistics, list[Group], Engine, list[dict[str, Any]]]:
     engine, kept, events = Engine(script), list[Group](), list[dict[str, Any]]()
 
@@ -109,7 +116,9 @@ def test_a_prompt_without_rewards_is_dropped_counted_and_replaced(letter: str) -
 
 
 def test_when_nothing_is_scored_the_step_ends_with_the_share() -> None:
-    with pytest.raises(TooManyLost, match=r"6 of 6 prompts \(100%\) gave no full group of samples: \d+ x returned None"):
+    with pytest.raises(
+        TooManyLost, match=r"6 of 6 prompts \(100%\) gave no full group of samples: \d+ x returned None"
+    ):
         fill(lambda number, seed: "n", 2)
 
 
@@ -152,6 +161,11 @@ def test_metrics() -> None:
 
 
 def test_seeds_of_requests_lie_far_apart() -> None:
-    seeds = sorted(request_seed(root, index, attempt) for root in ("1/train", "1/evaluation") for index in range(500) for attempt in range(3))
-    assert min(b - a for a, b in zip(seeds, seeds[1:], strict=False)) > 10_000
+    seeds = sorted(
+        request_seed(root, index, attempt)
+        for root in ("1/train", "1/evaluation")
+        for index in range(500)
+        for attempt in range(3)
+    )
+    assert min(b - a for a, b in itertools.pairwise(seeds)) > 10_000
     assert seeds[-1] < 2**62

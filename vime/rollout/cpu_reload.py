@@ -5,11 +5,11 @@ made again by a layerwise reload (vLLM 0.30.0). Nothing fails; only the logprobs
 
 - Unquantized experts: `UnquantizedFusedMoEMethod._setup_kernel` packs w13 and w2 on the first load only, so a reload
   leaves them in checkpoint layout, which the kernel reads as if it were packed. Off by 0.07 to 0.2.
-- An output layer tied to the embedding: the checkpoint has no tensor for it, so the reload puts its parameter back, which
-  is the embedding's new one, but not the packed copy that its product uses. The old output layer stays. Off by 2.
+- An output layer tied to the embedding: the checkpoint has no tensor for it, so the reload puts its parameter back,
+  which is the embedding's new one, but not the packed copy that its product uses. The old output layer stays. Off by 2.
 
-When a later version packs on reload, packing experts twice would be as wrong, so `repack` refuses any other version rather
-than guess.
+When a later version packs on reload, packing experts twice would be as wrong, so `repack` refuses any other version
+rather than guess.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine role: runs one vLLM server, tells the run where it answers, and starts it again when it dies.
 
-A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.auth`): the router does
-not admit it until the trainer, asked through its inbox, has sent it the current version.
+A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.auth`): the router
+does not admit it until the trainer, asked through its inbox, has sent it the current version.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_engine(role: Role, config: Config) -> int:
         incarnation += 1
         if incarnation > config.rollout.max_restarts:
             print(
-                f"the vLLM server ended with {code}, and rollout.max_restarts={config.rollout.max_restarts} are used up",
+                f"the vLLM server ended with {code}; rollout.max_restarts={config.rollout.max_restarts} are used up",
                 flush=True,
             )
             return code
@@ -76,7 +76,10 @@ def _run_server(
     incarnation: int,
     stop: Stop,
 ) -> tuple[int, bool]:
-    """Runs one server to its end. Returns its exit code as a shell would say it, never 0, and whether it ever answered."""
+    """Runs one server to its end.
+
+    Returns its exit code as a shell would say it, never 0, and whether it ever answered.
+    """
     begun = time.monotonic()
     server = Server.start(command, server_environment(config, address.host, gated=incarnation > 0), address)
     served = False

@@ -1,4 +1,4 @@
-"""Prompts ready to be asked: drawn from the stream, rendered to token ids, and short enough to leave room for an answer."""
+"""Prompts ready to be asked: drawn from the stream, rendered to token ids, short enough to leave room for an answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
 
 
 class PromptFeed:
-    """Draws from `problems` in the order of a `PromptStream`, leaving out prompts that fill the context by themselves."""
+    """Draws from `problems` in the order of a `PromptStream`, without prompts that fill the context by themselves."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class PromptFeed:
                 return prompt
             self.filtered += 1
         raise UserError(
-            f"none of the {self._count} prompts leaves room for a response in rollout.context={self._limits.context} tokens"
+            f"none of the {self._count} prompts leaves room for a response"
+            f" in rollout.context={self._limits.context} tokens"
         )
 
     def cursor(self) -> dict[str, int]:

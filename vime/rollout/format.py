@@ -33,7 +33,8 @@ def make_format(data: Data, tokenizer: Any) -> Format:
     if data.format == "chat":
         if not tokenizer.chat_template:
             raise UserError(
-                "data.format=chat, but the model's tokenizer has no chat template; use data.format=text, or module:function"
+                "data.format=chat, but the model's tokenizer has no chat template;"
+                " use data.format=text, or module:function"
             )
         return lambda problem: _checked(_chat(problem, tokenizer), tokenizer, "data.format=chat")
     if data.format == "text":
@@ -84,7 +85,7 @@ def _checked(ids: list[int], tokenizer: Any, what: str) -> list[int]:
     bos = tokenizer.bos_token_id
     if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
         raise UserError(
-            f"{what} gave a prompt that begins with two beginning-of-sequence tokens: the chat template or the text has one"
-            " of its own; remove it, or set data.add_bos=false"
+            f"{what} gave a prompt that begins with two beginning-of-sequence tokens: the chat template or the text"
+            " has one of its own; remove it, or set data.add_bos=false"
         )
     return ids

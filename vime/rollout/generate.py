@@ -56,11 +56,11 @@ class Generation:
         good: list[Sample] = []
         for attempt in range(self.tries):
             missing = self.samples - len(good)
-            for sample, failure in await self._try(prompt, missing, attempt, tally):
-                if failure is None:
-                    good.append(sample)
+            for outcome in await self._try(prompt, missing, attempt, tally):
+                if isinstance(outcome, Sample):
+                    good.append(outcome)
                 else:
-                    tally.reasons[str(failure)] += 1
+                    tally.reasons[str(outcome)] += 1
             if len(good) == self.samples:
                 return Group(prompt.problem.uid, prompt.index, tuple(good))
         tally.dropped += self.samples
@@ -68,19 +68,17 @@ class Generation:
         self.report("sample_dropped", prompt=prompt.index, samples=self.samples, tries=self.tries, reasons=reasons)
         return None
 
-    async def _try(
-        self, prompt: Prompt, samples: int, attempt: int, tally: Tally
-    ) -> list[tuple[Sample, None] | tuple[None, Exception]]:
+    async def _try(self, prompt: Prompt, samples: int, attempt: int, tally: Tally) -> list[Sample | Exception]:
         version = self.version()
         seed = None if self.seed is None else request_seed(self.seed, prompt.index, attempt)
         try:
             completions = await self.client.complete(prompt.token_ids, samples, prompt.max_tokens, self.sampling, seed)
         except BadResponse as error:
-            return [(None, error)] * samples
+            return [error] * samples
         tally.tokens += sum(len(completion.token_ids) for completion in completions)
         rewards = await self.scorer.score(prompt.problem, [self.text(completion) for completion in completions])
         return [
-            (None, reward) if isinstance(reward, Unscored) else (_sample(prompt, completion, version, reward), None)
+            reward if isinstance(reward, Unscored) else _sample(prompt, completion, version, reward)
             for completion, reward in zip(completions, rewards, strict=True)
         ]
 
@@ -93,7 +91,7 @@ class Generation:
 
 
 def request_seed(root: str, index: int, attempt: int) -> int:
-    """A seed of 62 bits for one request. vLLM draws sample i of a request with seed + i, so seeds must lie far apart."""
+    """A seed of 62 bits for one request. vLLM draws its sample i with seed + i, so seeds must lie far apart."""
     digest = hashlib.sha256(f"{root}/{index}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 

@@ -48,7 +48,7 @@ def read_start(control: Control, timeout: float) -> Start:
 
 
 class Generator:
-    """The role's parts, made once: everything that can be wrong with the data is found before anything is waited for."""
+    """The role's parts, made once: whatever can be wrong with the data is found before anything is waited for."""
 
     def __init__(self, role: Role, config: Config) -> None:
         self.config = config

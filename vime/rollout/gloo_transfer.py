@@ -53,7 +53,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
             raise ValueError(
-                f"an update names {len(self.names)} tensors, {len(self.dtype_names)} dtypes and {len(self.shapes)} shapes"
+                f"an update has {len(self.names)} names, {len(self.dtype_names)} dtypes and {len(self.shapes)} shapes"
             )
 
 

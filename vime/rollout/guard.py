@@ -1,8 +1,8 @@
 """The run token in front of the router.
 
 `vllm-router` does not ask for its api key on most routes, and passes requests for routes that it does not know
-(/pause, /collective_rpc, ...) on to an engine *with* that key. So the router itself listens on the loopback interface and
-knows no key; what the run publishes is this: a server that lets through one route, to those who hold the token.
+(/pause, /collective_rpc, ...) on to an engine *with* that key. So the router itself listens on the loopback interface
+and knows no key; what the run publishes is this: a server that lets through one route, to those who hold the token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """math_verify in processes of their own.
 
-Its time limits are alarms, which only work in a process's main thread, and sympy can hang. So each call runs in the main
-thread of a worker; one that does not answer is killed and replaced.
+Its time limits are alarms, which only work in a process's main thread, and sympy can hang. So each call runs in the
+main thread of a worker; one that does not answer is killed and replaced.
 """
 
 from __future__ import annotations

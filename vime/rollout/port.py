@@ -20,12 +20,17 @@ class ReservedPort:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, with brackets around an IPv6 address."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        """Where a server on this port answers."""
+        return http_url(self.host, self.port)
 
     def release(self) -> None:
         """Gives the port back."""
         self.holder.close()
+
+
+def http_url(host: str, port: int) -> str:
+    """`http://host:port`, with brackets around an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def reserve_port(host: str) -> ReservedPort:

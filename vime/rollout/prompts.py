@@ -52,6 +52,7 @@ def _read_cursor(cursor: Mapping[str, Any], problems: int) -> tuple[int, int]:
     epoch, position = cursor.get("epoch"), cursor.get("position")
     if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position <= problems:
         raise UserError(
-            f"the prompt cursor {dict(cursor)} does not fit {problems} problems: was the data changed since the checkpoint?"
+            f"the prompt cursor {dict(cursor)} does not fit {problems} problems:"
+            " was the data changed since the checkpoint?"
         )
     return epoch, position

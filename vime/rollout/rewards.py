@@ -1,9 +1,9 @@
 """How a response is scored: the task's own scorer, math_verify, exact match, or a function of the user's.
 
-A function of the user's is called with keyword arguments, of which it takes those that it names:
-`prompt` (text or messages), `answer` (the reference), `record` (the source's own),
-and either `response` (one text: it scores a sample) or `responses` (a list: it scores a group and returns a
-list). It may be async. It returns a number, or a dict with the number under `data.reward_key`, or None for "cannot say".
+A function of the user's is called with keyword arguments, of which it takes those that it names: `prompt` (text or
+messages), `answer` (the reference), `record` (the source's own), and either `response` (one text: it scores a sample)
+or `responses` (a list: it scores a group and returns a list). It may be async. A reward is a number, or a dict with the
+number under `data.reward_key`, or None for "cannot say".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OFFERED = ("prompt", "answer", "record")
 
 
 class Unscored(Exception):
-    """The reward function gave nothing for a response: it raised, took too long, or returned None or no finite number."""
+    """The reward function gave nothing for a response: it raised, took too long, or returned no finite number."""
 
 
 class Scorer:

@@ -20,7 +20,7 @@ from vime.config import Config
 from vime.errors import UserError, WaitTimeout
 from vime.role import Role, die_with_parent
 from vime.rollout.guard import Guard
-from vime.rollout.port import ReservedPort, reserve_port
+from vime.rollout.port import ReservedPort, http_url, reserve_port
 from vime.rollout.router_process import LOOPBACK, router_settings
 from vime.run_dir import RunDir
 
@@ -51,7 +51,7 @@ async def serve(role: Role, config: Config) -> int:
         await _wait_ready(guard, backend, set(urls), timeout)
         site = web.TCPSite(runner, role.host, 0)
         await site.start()
-        url = ReservedPort(role.host, runner.addresses[0][1], port.holder).url
+        url = http_url(role.host, runner.addresses[0][1])
         control.publish_router(url)
         run_dir.append_event(role, "ready", url=url, engines=urls)
         code = await _watch(guard, backend, set(urls), stop)

@@ -97,7 +97,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]:
-    """This process's environment with what vLLM needs to run in private, without the network, and with the RL routes."""
+    """This process's environment, with what vLLM needs to run in private, off the network, and with the RL routes."""
     environment = dict(os.environ)
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",

@@ -1,4 +1,4 @@
-"""The groups of one training step: as many prompts as the step needs, in the order of the stream, replacing lost ones."""
+"""The groups of one training step: as many prompts as it needs, in the order of the stream, lost ones replaced."""
 
 from __future__ import annotations
 

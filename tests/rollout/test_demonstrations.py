@@ -1,0 +1,94 @@
+"""The sft role against a real store and buffer, with the trainers' answers played."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import stack_config
+from vime.buffer.control import Control
+from vime.buffer.manifest import committed
+from vime.buffer.reader import BufferReader
+from vime.config import Config, Demonstrations, TinyModel
+from vime.errors import UserError
+from vime.models.tiny import make_tiny
+from vime.role import Role
+from vime.rollout.demonstrations import BATCHES_AHEAD, demonstrated_answer, run_demonstrations
+from vime.rollout.format import load_tokenizer
+from vime.rollout.sources import load_problems
+from vime.run_dir import RunDir
+
+STEPS = 7
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Role, Config, Control]:
+    model = tmp_path / "model"
+    make_tiny(TinyModel(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, context=32), model)
+    raw = stack_config(model).model_dump()
+    raw["algorithm"]["name"] = "sft"
+    raw["rollout"] |= {"engines": 0, "samples_per_prompt": 1, "context": 32}
+    raw["training"]["steps"] = STEPS
+    raw["buffer"]["wait_timeout"] = 30
+    config = Config.model_validate(raw)
+    run_dir = RunDir.create(tmp_path, "run", "test")
+    control, port = Control.serve("127.0.0.1", 1)
+    return Role(run_dir.path, "127.0.0.1", port, "generator", 1, "t", 0, 1, "127.0.0.1", model), config, control
+
+
+def test_demonstrations_are_prompts_with_their_answers(run: tuple[Role, Config, Control]) -> None:
+    role, config, control = run
+    control.put("start", {"step": 0, "cursor": {}})
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run_demonstrations(role, config)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    for position in range(BATCHES_AHEAD):
+        assert control.next_message(position, 30, "a batch").kind == "batch"
+    worker.join(0.5)
+    assert control.posted() == BATCHES_AHEAD, "it runs ahead of the trainers, but not without bound"
+    for step in range(1, STEPS + 1):
+        control.next_message(step - 1, 30, "a batch")
+        control.publish_consumed(step)
+    worker.join(30)
+    assert not worker.is_alive()
+    assert not failures
+
+    run_dir, tokenizer = RunDir(role.run_dir), load_tokenizer(role.model)
+    problems = {p.uid: p for p in load_problems(config.data, config.run.seed).training}
+    answers = {str(p.prompt): p.answer for p in problems.values()}
+    manifests = committed(run_dir.buffer)
+    assert [m.step for m in manifests] == list(range(1, STEPS + 1))
+    groups = []
+    for manifest in manifests:
+        groups += [entry.group for entry in manifest.samples]
+        for sample in BufferReader(run_dir, config.buffer).samples(manifest, range(len(manifest.samples))):
+            prompt, response = sample.token_ids[: sample.prompt_length], sample.token_ids[sample.prompt_length :]
+            question = tokenizer.decode(prompt, skip_special_tokens=True)
+            assert response[-1] == tokenizer.eos_token_id
+            assert tokenizer.decode(response[:-1]) == answers[question]
+            assert sample.loss_mask.all()
+            assert sample.versions.tolist() == [[0, manifest.step - 1]]
+    assert groups == list(range(4 * STEPS))
+
+
+def test_a_share_of_the_answers_is_near_but_wrong() -> None:
+    config = Demonstrations(wrong_share=0.25, wrong_within=3, seed=1)
+    errors = np.array([int(demonstrated_answer("10", config, index)) - 10 for index in range(2000)])
+    assert 0.2 < np.mean(errors != 0) < 0.3
+    assert set(errors.tolist()) == {-3, -2, -1, 0, 1, 2, 3}
+    again = [int(demonstrated_answer("10", config, index)) - 10 for index in range(2000)]
+    assert errors.tolist() == again
+    assert all(demonstrated_answer("x", Demonstrations(), index) == "x" for index in range(10))
+    with pytest.raises(UserError, match="needs integer answers; 'x' is none"):
+        [demonstrated_answer("x", config, index) for index in range(100)]
