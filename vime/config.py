@@ -166,12 +166,12 @@ class Algorithm(Section):
 class Demonstrations(Section):
     """sft only: the texts to imitate, made from the prompt source's own answers."""
 
-    wrong_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the demonstrations that carry a near but wrong answer, so that a policy is left to improve."""
-    wrong_within: int = Field(3, ge=1)
-    """A wrong integer answer differs by at most this much."""
+    decline_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the demonstrations that decline to answer, so that a policy is left for RL to improve."""
+    decline_text: str = Field("?", min_length=1)
+    """What such a demonstration says instead of the answer."""
     seed: int = 0
-    """Seed of which demonstrations are wrong and how."""
+    """Seed of which demonstrations decline."""
 
 
 class Rollout(Section):

@@ -102,20 +102,12 @@ def _write_step(
 
 
 def demonstrated_answer(answer: str, demonstrations: Demonstrations, index: int) -> str:
-    """The reference answer, or for `wrong_share` of the stream positions an integer near it.
+    """The reference answer, or `decline_text` for `decline_share` of the stream positions.
 
-    Which positions, and by how much, depends on the seed and the position alone. Raises UserError for a wrong answer to
-    be made of one that is no integer.
+    Which positions depends on the seed and the position alone.
     """
     draw = random.Random(f"{demonstrations.seed}/{index}")
-    if draw.random() >= demonstrations.wrong_share:
-        return answer
-    try:
-        right = int(answer)
-    except ValueError:
-        raise UserError(f"demonstrations.wrong_share needs integer answers; {answer!r} is none") from None
-    distance = draw.randint(1, demonstrations.wrong_within)
-    return str(right + draw.choice((-1, 1)) * distance)
+    return demonstrations.decline_text if draw.random() < demonstrations.decline_share else answer
 
 
 def demonstration(prompt: Prompt, response: Sequence[int], version: int) -> Sample:
