@@ -102,9 +102,15 @@ class GlooTrainerTransfer(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
 
     def _broadcast(self, listing: list[ParamMeta], source: Iterable[tuple[str, torch.Tensor]]) -> None:
         assert self._group is not None
-        expected = iter(listing)
-        for name, tensor in source:
-            entry = next(expected)
-            if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
-                raise RuntimeError(f"{name} is {tensor.dtype}{list(tensor.shape)}, announced as {entry}")
-            self._group.broadcast(tensor.contiguous().cpu(), 0).wait()
+        expected, tensors = iter(listing), iter(source)
+        try:
+            for name, tensor in tensors:
+                entry = next(expected)
+                if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
+                    raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}, announced as {entry}")
+                self._group.broadcast(tensor.contiguous().cpu(), 0).wait()
+        except Exception:
+            # Gathering is a collective: the other ranks wait for this one to take part to the end.
+            for _ in tensors:
+                pass
+            raise

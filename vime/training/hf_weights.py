@@ -13,6 +13,7 @@ from vime.errors import UserError
 from vime.models.family import Architecture
 from vime.models.hf_folder import HfReader
 from vime.models.weight import Weight
+from vime.training.broadcast import broadcast_json
 from vime.training.model import HAVE_TRANSFORMER_ENGINE, Policy
 
 # Transformer Engine keeps these norms inside the linear layer that follows them.
@@ -132,11 +133,11 @@ def _listing(model: Policy, turn: int) -> list[list[tuple[str, tuple[int, ...]]]
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     mine = parallel_state.get_pipeline_model_parallel_rank() == turn
     parameters = _parameters(model)
-    listing = [[_shape_of(w, parameters[w.megatron], model) for w in stage_weights(model)] if mine else None]
+    listing = [_shape_of(w, parameters[w.megatron], model) for w in stage_weights(model)] if mine else None
     if pipeline.size() > 1:
-        dist.broadcast_object_list(listing, src=dist.get_global_rank(pipeline, turn), group=pipeline)
-    assert listing[0] is not None
-    return listing[0]
+        listing = broadcast_json(listing, src=dist.get_global_rank(pipeline, turn), group=pipeline)
+    assert listing is not None
+    return [[(name, tuple(shape)) for name, shape in entry] for entry in listing]
 
 
 def _shape_of(weight: Weight, parameter: Tensor, model: Policy) -> list[tuple[str, tuple[int, ...]]]:

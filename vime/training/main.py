@@ -18,7 +18,7 @@ from vime.run_dir import RunDir, utc_now
 
 if TYPE_CHECKING:
     from vime.training.learner import Learner
-    from vime.training.weights import WeightSync
+    from vime.training.weights import Update, WeightSync
 
 
 def main() -> int:
@@ -77,9 +77,7 @@ class Trainer:
             message, manifest = self._next()
             waited = time.monotonic() - waited
             if isinstance(message, EngineMessage):
-                self._event("engine_rejoins", engine=message.index, incarnation=message.incarnation)
-                assert self.sync is not None
-                self.sync.connect()
+                self._readmit(message)
                 self._publish()
             elif isinstance(message, StopMessage):
                 break
@@ -149,12 +147,32 @@ class Trainer:
         """Give the engines the current weights and say so; returns the seconds it took."""
         started = time.monotonic()
         if self.sync is not None:
-            update = self.sync.update(self.step)
+            update = self._update(self.sync)
             if update is not None:
                 self._event("weights_updated", **asdict(update))
         if self.first:
             self.control.publish_version(self.step)
         return time.monotonic() - started
+
+    def _update(self, sync: WeightSync) -> Update | None:
+        """Update the engines, once more after each that ended meanwhile and was started again by its parent."""
+        from vime.training.weights import EngineLost
+
+        while True:
+            try:
+                return sync.update(self.step)
+            except EngineLost as lost:
+                self._event("engine_lost", reason=str(lost))
+                message, _ = self._next()
+                if not isinstance(message, EngineMessage):
+                    raise
+                self._readmit(message)
+
+    def _readmit(self, message: EngineMessage) -> None:
+        """Take a restarted engine into the transfer group: it serves nobody before it has the current weights."""
+        self._event("engine_rejoins", engine=message.index, incarnation=message.incarnation)
+        assert self.sync is not None
+        self.sync.connect()
 
     def _finish(self) -> None:
         if self.config.training.export:

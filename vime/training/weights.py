@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +18,22 @@ from vime.config import Config
 from vime.models.hf_folder import torch_dtype
 from vime.role import Role
 from vime.training import hf_weights, parallel
-from vime.training.fleet import Fleet, Probed
+from vime.training.broadcast import broadcast_json
+from vime.training.fleet import EngineFault, Fleet
 from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
 from vime.training.learner import Learner
 
 PROBE_TOKENS = 256
+"""Longest probe: a few blocks of the engines' prefix cache."""
+_T = TypeVar("_T")
 
 
 class StaleEngine(RuntimeError):
     """An engine does not serve the weights that the trainer holds."""
+
+
+class EngineLost(RuntimeError):
+    """An engine ended while it was sent weights. Its parent starts it again, or ends the run."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +97,18 @@ class WeightSync:
     def update(self, version: int) -> Update | None:
         """Send the policy, as `version`, to every engine and prove that each serves it. What was done, on rank 0.
 
-        Raises StaleEngine when an engine's logprobs are not the trainer's, and EngineFault or WaitTimeout when one
-        does not answer.
+        Raises StaleEngine when an engine's logprobs are not the trainer's, WaitTimeout when one does not answer, and on
+        every rank EngineLost when one has ended: `connect` once it is back, and update again.
         """
-        report = self._update(version) if parallel.is_first_replica() else None
-        dist.barrier()
+        report, lost = None, ""
+        if parallel.is_first_replica():
+            try:
+                report = self._update(version)
+            except EngineFault as error:
+                lost = str(error)
+        lost = broadcast_json(lost)
+        if lost:
+            raise EngineLost(lost)
         return report
 
     def close(self) -> None:
@@ -117,18 +132,28 @@ class WeightSync:
         return GlooTrainerTransfer.trainer_init(info, client=self._fleet, source=self._source)  # type: ignore[arg-type]
 
     def _update(self, version: int) -> Update | None:
+        """An update by the ranks of the first replica. Raises EngineFault on all of them or on none."""
         assert self._transfer is not None, "connect first"
-        started, fleet = time.monotonic(), self._fleet
-        if fleet is not None:
-            fleet.version = version
-            fleet.pause()
-        self._transfer.send_weights()
-        if fleet is not None:
+        started = time.monotonic()
+        if self._fleet is not None:
+            self._fleet.version = version
+        self._on_engines(lambda fleet: fleet.pause())
+        problem = ""
+        try:
+            self._transfer.send_weights()
+        except RuntimeError as error:  # what gloo, NCCL and a failed call raise when an engine ends meanwhile
+            problem = str(error)
+
+        def serve(fleet: Fleet) -> None:
+            if problem:
+                raise EngineFault(f"the weights of version {version} did not arrive: {problem}")
             fleet.reset_prefix_cache()
             fleet.resume()
+
+        self._on_engines(serve)
         verified = self._config.weights.verify
-        mean, largest = self._verify(version) if verified else (float("nan"), float("nan"))
-        if fleet is None:
+        mean, largest = self._verify(version) if verified else (0.0, 0.0)
+        if self._fleet is None:
             return None
         return Update(
             version=version,
@@ -137,22 +162,21 @@ class WeightSync:
             verified=verified,
             max_abs_diff=largest,
             mean_abs_diff=mean,
-            engines=len(fleet.addresses),
+            engines=len(self._fleet.addresses),
         )
 
     def _verify(self, version: int) -> tuple[float, float]:
         """Compare every engine with the trainer on the probe. Largest mean and single |difference|, on rank 0."""
-        answers: list[Probed] = self._fleet.probe(self._probe) if self._fleet is not None else []
-        # every rank of the replica scores the probe, followed by each token that some engine chose
-        tokens: list[object] = [sorted({answer.token for answer in answers})]
-        group = parallel.replica_group()
-        dist.broadcast_object_list(tokens, src=0, group=group)
-        samples = [_trained_sample([*self._probe, token]) for token in tokens[0]]  # type: ignore[attr-defined]
-        scores = dict(zip(tokens[0], self._learner.score(samples, temperature=1.0), strict=True))  # type: ignore[call-overload]
-        if self._fleet is None:
+        answers = self._on_engines(lambda fleet: list(zip(fleet.probe(self._probe), fleet.versions(), strict=True)))
+        # Every rank of the replica scores the probe, followed by each token that some engine chose.
+        chosen = sorted({answer.token for answer, _ in answers}) if answers is not None else None
+        tokens: list[int] = broadcast_json(chosen, group=parallel.replica_group())
+        samples = [_trained_sample([*self._probe, token]) for token in tokens]
+        scores = dict(zip(tokens, self._learner.score(samples, temperature=1.0), strict=True))
+        if answers is None or self._fleet is None:
             return 0.0, 0.0
         means, largest = [], []
-        for address, answer, label in zip(self._fleet.addresses, answers, self._fleet.versions(), strict=True):
+        for address, (answer, label) in zip(self._fleet.addresses, answers, strict=True):
             expected = scores[answer.token].double().numpy()
             differences = np.abs(np.array([*answer.logprobs, answer.token_logprob]) - expected)
             means.append(float(differences.mean()))
@@ -161,14 +185,27 @@ class WeightSync:
             if label != str(version):
                 raise StaleEngine(f"{where} serves version {label} after the update to version {version}")
             check(means[-1], self._config.weights.tolerance, where, version)
-            # the last value alone went through the prefix cache; a stale cache must not hide in the mean
+            # The last value alone went through the prefix cache: what a stale cache changes must not hide in the mean.
             check(
-                float(differences[-1]),
-                max(10 * self._config.weights.tolerance, 0.0),
-                f"{where}, through its prefix cache",
-                version,
+                float(differences[-1]), 10 * self._config.weights.tolerance, f"{where}, by its prefix cache,", version
             )
         return max(means), max(largest)
+
+    def _on_engines(self, call: Callable[[Fleet], _T]) -> _T | None:
+        """Call the engines from rank 0; its result there. When one fails, EngineFault on every rank of the replica.
+
+        The ranks gather weights and score probes together: none may begin unless rank 0 will go through with it.
+        """
+        result, problem = None, ""
+        if self._fleet is not None:
+            try:
+                result = call(self._fleet)
+            except EngineFault as error:
+                problem = str(error)
+        problem = broadcast_json(problem, group=parallel.replica_group())
+        if problem:
+            raise EngineFault(problem)
+        return result
 
 
 def check(difference: float, tolerance: float, where: str, version: int) -> None:
