@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.slurm.cluster import SlurmCluster, missing
+from tests.slurm.shape import SMALL, Shape
+
+
+@pytest.fixture(scope="session")
+def slurm_clusters() -> Iterator[Callable[[Shape], SlurmCluster]]:
+    """Gives a running cluster of a shape; each shape is started once a session. Skips where no Slurm can be had."""
+    reason = missing()
+    if reason:
+        pytest.skip(f"not run on a real Slurm: {reason}")
+    running: dict[Shape, SlurmCluster] = {}
+
+    def of(shape: Shape) -> SlurmCluster:
+        if shape not in running:
+            running[shape] = SlurmCluster(shape)
+        return running[shape]
+
+    yield of
+    for cluster in running.values():
+        cluster.close()
+
+
+@pytest.fixture
+def slurm(slurm_clusters: Callable[[Shape], SlurmCluster]) -> Iterator[SlurmCluster]:
+    """The small cluster: partitions `train` (two nodes), `rollout` (one) and `all`. A test's jobs end with the test."""
+    cluster = slurm_clusters(SMALL)
+    yield cluster
+    cluster.cancel_all()
