@@ -7,49 +7,16 @@ files, overrides and error lines are `vime.compose`'s work.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from vime.cluster import Cluster as Cluster
+from vime.section import ImportPath, Section
+from vime.time_limit import TimeLimit, seconds
 
 Dtype = Literal["float32", "bfloat16"]
-
-
-def _import_path(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"{value!r} is not an import path; write it as module:function")
-    return value
-
-
-ImportPath = Annotated[str, BeforeValidator(_import_path)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys refused, documented by the strings under its fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class Cluster(Section):
-    """What a cluster is. `local` runs every role as a process of this machine."""
-
-    name: str
-    """Name shown in plans and reports."""
-    scheduler: Literal["local", "slurm"] = "local"
-    """Who starts the job: this machine's process table, or SLURM."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """What the trainer ranks and the engines compute on."""
-    host: str = "127.0.0.1"
-    """Local only: the address that every server of the run binds to."""
-    interface: str = "lo"
-    """Network interface of gloo and NCCL traffic."""
-    environment: dict[str, str] = {}
-    """Variables set for every role."""
-    startup_timeout: float = Field(600.0, gt=0)
-    """Seconds a role may take to become ready."""
-    stop_timeout: float = Field(5.0, gt=0)
-    """Seconds the roles get to stop by themselves before they are killed."""
 
 
 class TinyModel(Section):
@@ -79,11 +46,46 @@ class TinyModel(Section):
     """Seed of the initial weights."""
 
 
+class Shape(Section):
+    """The sizes of a published model, so that a run can be planned where its files are not."""
+
+    layers: int = Field(ge=1)
+    """Transformer layers."""
+    hidden: int = Field(ge=1)
+    """Width of the residual stream."""
+    heads: int = Field(ge=1)
+    """Query heads."""
+    kv_heads: int = Field(ge=1)
+    """Key-value heads (query groups)."""
+    head_dim: int = Field(ge=1)
+    """Width of one head."""
+    ffn: int = Field(ge=1)
+    """Width of a dense feed-forward layer."""
+    vocabulary: int = Field(ge=1)
+    """Rows of the embedding."""
+    context: int = Field(ge=1)
+    """Longest sequence, in tokens."""
+    tied_embeddings: bool = False
+    """Whether the output layer shares the embedding's weight."""
+    experts: int = Field(0, ge=0)
+    """Experts of a mixture-of-experts layer. 0: dense."""
+    expert_ffn: int = Field(0, ge=0)
+    """Width of one expert."""
+    shared_expert_ffn: int = Field(0, ge=0)
+    """Width of the expert that every token uses."""
+    dense_layers: int = Field(0, ge=0)
+    """First layers of a mixture-of-experts model that are dense."""
+
+
 class Model(Section):
     """Where the initial policy comes from: a Hugging Face folder, or a tiny model made here."""
 
     path: Path | None = None
     """A Hugging Face folder of a supported family (config, tokenizer, safetensors)."""
+    name: str | None = None
+    """The model's name on the Hugging Face hub: which folder `path` should be."""
+    shape: Shape | None = None
+    """The named model's sizes. With them a run is planned and shown without `path`; submitting it needs `path`."""
     tiny: TinyModel | None = None
     """The tiny model to make when there is no `path`."""
     warmup: str | None = None
@@ -91,8 +93,10 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of model.path and model.tiny; set the other to null")
+        origin = self.path is not None or self.shape is not None
+        if origin == (self.tiny is not None):
+            other = "model.shape" if self.path is None and self.shape is not None else "model.path"
+            raise ValueError(f"give exactly one of {other} and model.tiny; set the other to null")
         if self.warmup is not None and self.tiny is None:
             raise ValueError("model.warmup trains a tiny model; with model.path set it to null")
         return self
@@ -115,6 +119,8 @@ class Data(Section):
     """Share of the problems (by a hash of the question) that is never trained on and is used for evaluation."""
     path: Path | None = None
     """jsonl: file of training records, one JSON object a line."""
+    name: str | None = None
+    """jsonl: the data set's name on the Hugging Face hub. With it a run is planned without `path`, not submitted."""
     eval_path: Path | None = None
     """jsonl: file of evaluation records. Without it the held-out share of `path` is used."""
     prompt_key: str = "prompt"
@@ -134,7 +140,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> Data:
-        if self.source == "jsonl" and self.path is None:
+        if self.source == "jsonl" and self.path is None and self.name is None:
             raise ValueError("data.source is jsonl, so data.path must name a file")
         if self.source != "reasoning_gym" and self.reward == "task":
             raise ValueError(
@@ -241,6 +247,10 @@ class Training(Section):
     """Ranks that share each layer."""
     pipeline_parallel: int = Field(1, ge=1)
     """Stages that the layers are divided over."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that the experts of a mixture-of-experts layer are divided over; each expert is whole on its rank."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel regions along the sequence."""
     steps: int = Field(100, ge=1)
@@ -281,17 +291,28 @@ class Training(Section):
     """Seconds a collective may wait for another rank."""
 
     @property
+    def replica(self) -> int:
+        """Ranks of one model replica: tensor_parallel * pipeline_parallel * context_parallel."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
     def data_parallel(self) -> int:
-        """Model replicas: ranks / (tensor_parallel * pipeline_parallel)."""
-        return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
+        """Model replicas: ranks / replica."""
+        return self.ranks // self.replica
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> Training:
-        width = self.tensor_parallel * self.pipeline_parallel
-        if self.ranks % width:
+        names = ["tensor_parallel", "pipeline_parallel", *(["context_parallel"] if self.context_parallel > 1 else [])]
+        if self.ranks % self.replica:
             raise ValueError(
-                f"training.ranks={self.ranks} is not a multiple of tensor_parallel x pipeline_parallel ="
-                f" {self.tensor_parallel} x {self.pipeline_parallel} = {width}"
+                f"training.ranks={self.ranks} is not a multiple of {' x '.join(names)} ="
+                f" {' x '.join(str(getattr(self, name)) for name in names)} = {self.replica}"
+            )
+        stage = self.ranks // self.pipeline_parallel
+        if stage % self.expert_parallel:
+            raise ValueError(
+                f"training.expert_parallel={self.expert_parallel} does not divide the {stage} ranks of a pipeline stage"
+                f" (training.ranks={self.ranks} / training.pipeline_parallel={self.pipeline_parallel})"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("training.sequence_parallel needs training.tensor_parallel above 1")
@@ -324,6 +345,19 @@ class Evaluation(Section):
     """Sampling temperature; 0 is greedy."""
 
 
+class Launch(Section):
+    """How a job on SLURM is laid out. A local cluster ignores it."""
+
+    layout: Literal["hetjob", "partitioned"] = "hetjob"
+    """hetjob: a heterogeneous job, trainer component 0 and rollout component 1. partitioned: one allocation, sliced."""
+    trainer_nodes: int | None = Field(None, ge=1)
+    """Nodes of the trainer. Default: as few as hold training.ranks."""
+    rollout_nodes: int | None = Field(None, ge=1)
+    """Nodes of the engines. Default: as few as hold rollout.engines."""
+    time: TimeLimit | None = None
+    """Time limit of this job. Default: cluster.slurm.time."""
+
+
 class Run(Section):
     """Where a run lives and what it is called."""
 
@@ -350,7 +384,13 @@ class Config(Section):
     training: Training = Training()
     weights: Weights = Weights()
     evaluation: Evaluation = Evaluation()
+    launch: Launch = Launch()
     run: Run = Run()
+
+    @property
+    def time_limit(self) -> int:
+        """SLURM only: seconds that the job may take."""
+        return seconds(self.launch.time or self.cluster.slurm.time)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:

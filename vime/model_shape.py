@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from vime.config import Model
 from vime.errors import UserError
@@ -18,20 +19,39 @@ class ModelShape:
     kv_heads: int
     context: int
     """Longest sequence in tokens."""
+    experts: int = 0
+    """Experts of a mixture-of-experts layer; 0 is a dense model."""
 
 
 def read_shape(model: Model) -> ModelShape:
-    """Sizes of the tiny model, or those in the `config.json` of a Hugging Face folder.
+    """Sizes of the tiny model, those in the `config.json` of a Hugging Face folder, or those of model.shape.
 
-    Raises UserError when the folder or its config.json is missing, or says no sizes.
+    Raises UserError when the folder or its config.json is missing, says no sizes, or others than model.shape.
     """
     if model.tiny is not None:
         tiny = model.tiny
         return ModelShape(tiny.layers, tiny.heads, tiny.kv_heads, tiny.context)
-    assert model.path is not None, "config.Model has exactly one origin"
-    file = model.path / "config.json"
-    if not model.path.is_dir():
-        raise UserError(f"model.path: there is no folder {model.path}")
+    shape = model.shape
+    declared = shape and ModelShape(shape.layers, shape.heads, shape.kv_heads, shape.context, shape.experts)
+    if model.path is None:
+        assert declared is not None, "config.Model has exactly one origin"
+        return declared
+    found = _read_folder(model.path)
+    if declared is None:
+        return found
+    for name in (field.name for field in fields(ModelShape) if field.name != "context"):
+        if getattr(found, name) != getattr(declared, name):
+            raise UserError(
+                f"model.path: {model.path} has {getattr(found, name)} {name}, but model.shape.{name}="
+                f"{getattr(declared, name)}: is it {model.name or 'the model that the recipe means'}?"
+            )
+    return found
+
+
+def _read_folder(path: Path) -> ModelShape:
+    file = path / "config.json"
+    if not path.is_dir():
+        raise UserError(f"model.path: there is no folder {path}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         heads = int(config["num_attention_heads"])
@@ -40,9 +60,11 @@ def read_shape(model: Model) -> ModelShape:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             context=int(config["max_position_embeddings"]),
+            # Qwen3 calls them num_experts, GLM n_routed_experts.
+            experts=int(config.get("num_experts") or config.get("n_routed_experts") or 0),
         )
     except FileNotFoundError:
-        raise UserError(f"model.path: {model.path} is no Hugging Face model folder: it has no config.json") from None
+        raise UserError(f"model.path: {path} is no Hugging Face model folder: it has no config.json") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"model.path: cannot read {file}: {' '.join(str(error).split())}") from None
     except KeyError as error:
