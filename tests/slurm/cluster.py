@@ -24,7 +24,7 @@ _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def missing() -> str:
-    """Why no Slurm can be started here; empty when it can. As root it installs Debian's packages when they are missing."""
+    """Why no Slurm can be started here; empty when it can. As root it installs Debian's packages first."""
     if not _absent():
         return ""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
