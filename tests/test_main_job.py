@@ -1,0 +1,181 @@
+"""The main job as its user starts it, every part real: what a run promises, and what stops or survives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors import safe_open
+
+from vime.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[1]
+# A small untrained model and few, short steps: what these runs show does not depend on what the policy has learnt.
+BRIEF = ("model.warmup=null", "evaluation.prompts=0", "rollout.prompts_per_step=4", "training.warmup_steps=0")
+
+
+@dataclass
+class Outcome:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    run: RunDir
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Its metrics, a step each."""
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Its events of one name."""
+        return [event for event in map(json.loads, self.run.events.read_text().splitlines()) if event["event"] == name]
+
+
+def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`launch.py cluster=local recipe=tiny_grpo`, with runs and model cache in `root`."""
+    return subprocess.Popen(
+        [sys.executable, "launch.py", "cluster=local", "recipe=tiny_grpo", f"run.root={root / 'runs'}", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "VIME_CACHE": str(root / "cache")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(launcher: subprocess.Popen[str], timeout: float = 600) -> Outcome:
+    """Wait for a run's end."""
+    try:
+        output, _ = launcher.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()
+        output, _ = launcher.communicate(timeout=60)
+        pytest.fail(f"the run did not end in {timeout:g} s:\n{output}")
+    return Outcome(launcher.returncode, output, RunDir(Path(output.splitlines()[-1])))
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The main job, whole, once."""
+    return finish(start(tmp_path_factory.mktemp("main")), timeout=900)
+
+
+def test_it_completes_and_says_where(main_job: Outcome) -> None:
+    assert main_job.code == 0, main_job.output
+    assert main_job.run.read_status().state == "completed"
+    assert main_job.run.path.stat().st_mode & 0o777 == 0o700
+    assert not [p for p in psutil.process_iter(["environ"]) if _belongs(p, main_job.run)]
+
+
+def test_the_policy_learns(main_job: Outcome) -> None:
+    rewards = [line["rollout/raw_reward"] for line in main_job.metrics]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 >= 0.3
+    accuracies = {event["version"]: event["accuracy"] for event in main_job.events("evaluation")}
+    assert accuracies[max(accuracies)] - accuracies[0] >= 0.3
+    assert max(accuracies) == len(rewards)
+
+
+def test_trainer_and_engine_agree_on_every_step(main_job: Outcome) -> None:
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in main_job.metrics) < 1e-4
+
+
+def test_every_update_is_verified(main_job: Outcome) -> None:
+    updates = main_job.events("weights_updated")
+    assert [update["version"] for update in updates] == list(range(len(main_job.metrics) + 1))
+    assert all(update["verified"] and update["mean_abs_diff"] < 1e-4 for update in updates)
+
+
+def test_it_exports_what_it_trained(main_job: Outcome) -> None:
+    (exported,) = main_job.events("exported")
+    with safe_open(Path(exported["path"]) / "model.safetensors", framework="pt") as file:
+        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118  # not a mapping
+    assert (Path(exported["path"]) / "tokenizer.json").exists()
+
+
+def test_its_report_reads(main_job: Outcome) -> None:
+    command = [sys.executable, "-m", "vime.report", str(main_job.run.path)]
+    text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert "completed" in text
+    data = json.loads(subprocess.run([*command, "--json"], cwd=REPOSITORY, capture_output=True, check=True).stdout)
+    assert data["state"] == "completed"
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel"])
+def test_other_layouts_train_too(tmp_path: Path, layout: str) -> None:
+    outcome = finish(start(tmp_path, *BRIEF, f"training.{layout}=2", "training.steps=2"))
+    assert outcome.code == 0, outcome.output
+    assert len(outcome.metrics) == 2
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in outcome.metrics) < 1e-4
+    assert len(outcome.events("weights_updated")) == 3
+
+
+def test_a_verification_that_fails_stops_the_run(tmp_path: Path) -> None:
+    # no two float32 computations agree to 1e-12
+    outcome = finish(start(tmp_path, *BRIEF, "weights.tolerance=1e-12", "training.steps=2"))
+    assert outcome.code == 1
+    status = outcome.run.read_status()
+    assert status.state == "failed"
+    assert status.failure is not None
+    assert (status.failure.role, status.failure.rank) == ("trainer", 0)
+    assert any("does not serve version 0" in line for line in status.failure.tail)
+    assert not outcome.run.metrics.exists() or not outcome.metrics
+
+
+def test_a_killed_engine_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    launcher = start(tmp_path, *BRIEF, "training.steps=400", "training.learning_rate=1e-6")
+    run = _run_of(tmp_path / "runs")
+    _until(lambda: _steps(run) >= 3, 300, "step 3")
+    (server,) = [p for p in psutil.process_iter(["cmdline", "environ"]) if _belongs(p, run) and _serves(p)]
+    server.kill()
+    before = _steps(run)
+    _until(lambda: _steps(run) >= before + 5, 300, "five steps after the restart")
+    launcher.terminate()
+    outcome = finish(launcher)
+    assert outcome.run.read_status().state == "cancelled"
+    (restarted,) = outcome.events("restarted")
+    assert restarted["incarnation"] == 1
+    steps = [line["step"] for line in outcome.metrics]
+    assert steps == list(range(1, len(steps) + 1))
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in outcome.metrics) < 1e-4
+
+
+def _run_of(root: Path) -> RunDir:
+    _until(lambda: list(root.glob("*/status.json")), 60, "a run directory")
+    return RunDir(next(root.glob("*/status.json")).parent)
+
+
+def _steps(run: RunDir) -> int:
+    return run.metrics.read_bytes().count(b"\n") if run.metrics.exists() else 0
+
+
+def _until(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(0.1)
+
+
+def _belongs(process: psutil.Process, run: RunDir) -> bool:
+    try:
+        return process.environ().get("VIME_RUN_DIR") == str(run.path)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _serves(process: psutil.Process) -> bool:
+    try:
+        return "vllm.entrypoints.openai.api_server" in process.cmdline()
+    except (psutil.Error, OSError):
+        return False
