@@ -99,11 +99,6 @@ def test_sizes_that_cannot_work_are_refused_with_the_numbers(overrides: tuple[st
     assert message.startswith("command line: ")
 
 
-def test_a_cluster_without_a_layout_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cluster\.scheduler=slurm has no layout"):
-        make_plan(config("cluster.scheduler=slurm"))
-
-
 def test_rank_ranges() -> None:
     assert ranges([0]) == "0"
     assert ranges([3, 0, 1, 2, 6]) == "0-3,6"

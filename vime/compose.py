@@ -15,7 +15,7 @@ from vime.config import Cluster, Config, Model
 from vime.config_error import dotted, explain, place_of, real_path
 from vime.errors import UserError
 from vime.model_shape import read_shape
-from vime.plan import check_sizes
+from vime.sizes import check_sizes
 from vime.suggest import did_you_mean
 from vime.yaml_file import KeyPath, Place
 
@@ -111,6 +111,34 @@ class _Draft:
             del self.places[old]
         self.places.update({(*path, *below): place for below, place in document.places.items()})
 
+    def choose(self, on: Any) -> None:
+        """Lay the entry for this draft's cluster in a recipe's `on:` over the recipe's other values."""
+        if on is None:
+            return
+        here = self.places[("on",)]
+        if not isinstance(on, dict) or not all(isinstance(entry, dict) for entry in on.values()):
+            raise UserError(f"{here}: `on` must map kinds of cluster to sections, such as gb200: {{training: ...}}")
+        for kind, entry in on.items():
+            for key in ("cluster", "recipe", "on"):
+                if key in entry:
+                    raise UserError(f"{self.places[('on', kind, key)]}: on.{kind} cannot set `{key}`")
+        cluster = self.data.get("cluster") or {}
+        kind = str(cluster.get("kind") or cluster.get("name"))
+        self._lay(on.get(kind, {}), (), ("on", kind))
+
+    def _lay(self, values: dict[str, Any], path: KeyPath, origin: KeyPath) -> None:
+        section: Any = self.data
+        for part in path:
+            section = section.setdefault(part, {})
+        for key, value in values.items():
+            if isinstance(value, dict) and isinstance(section.get(key, {}), dict):
+                section.setdefault(key, {})
+                self._lay(value, (*path, key), (*origin, key))
+            else:
+                section[key] = value
+            for old in list(yaml_file.under(self.places, (*origin, key))):
+                self.places[(*path, key, *old[len(origin) + 1 :])] = self.places[old]
+
 
 def _on(cluster: Cluster) -> _Draft:
     return _Draft({"cluster": cluster.model_dump(mode="json")}, {})
@@ -131,8 +159,10 @@ def _finish(draft: _Draft, recipe: str, overrides: Sequence[str]) -> tuple[Confi
     for key, instead in (("cluster", "a file in clusters/"), ("recipe", "the name of the recipe's file")):
         if key in document.data:
             raise UserError(f"{document.places[(key,)]}: a recipe cannot set `{key}`: that is {instead}")
+    on = document.data.pop("on", None)
     draft.data = {"recipe": file.stem, **draft.data, **document.data}
     draft.places = {(): Place(str(file)), **draft.places, **document.places}
+    draft.choose(on)
     for text in overrides:
         draft.override(text)
     config = _absolute(_validate(Config, draft), Path.cwd())

@@ -32,7 +32,9 @@ def read_shape(model: Model) -> ModelShape:
         tiny = model.tiny
         return ModelShape(tiny.layers, tiny.heads, tiny.kv_heads, tiny.context)
     shape = model.shape
-    declared = shape and ModelShape(shape.layers, shape.heads, shape.kv_heads, shape.context, shape.experts)
+    declared = None
+    if shape is not None:
+        declared = ModelShape(shape.layers, shape.heads, shape.kv_heads, shape.context, shape.experts)
     if model.path is None:
         assert declared is not None, "config.Model has exactly one origin"
         return declared

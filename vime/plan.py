@@ -1,7 +1,8 @@
 """Which role runs on which node, device and rank. Pure functions: the plan of a configuration never changes.
 
 The roles of a run sit in components (`trainer`, `rollout`): the parts that a scheduler places apart. On a local cluster
-both components are the same single node.
+both components are the same single node. On SLURM nodes have no names before the job starts: `rollout-1` is the second
+node of the rollout component, whichever host that will be.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from pydantic import BaseModel, ConfigDict
 
 from vime.config import Config
 from vime.errors import UserError
-from vime.model_shape import ModelShape
+from vime.fit import Fit, fit_rollout, fit_trainer
+from vime.segments import idle_gpus, segments_of
 
 RoleName = Literal["supervisor", "trainer", "engine", "router", "generator"]
 ComponentName = Literal["trainer", "rollout"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Process(_Frozen):
     """One process of a role."""
 
     rank: int
-    """Rank within the role, from 0."""
+    """Rank within the role, from 0. For an engine its index."""
     node: str
     """A name in the component's nodes."""
     devices: tuple[int, ...] = ()
     """GPU indices on that node; empty on a CPU."""
+    part: int = 0
+    """Which of the nodes of an engine that spans several. Part 0 is the server that the run talks to."""
 
 
 class RolePlan(_Frozen):
@@ -48,6 +52,17 @@ class Component(_Frozen):
 
     name: ComponentName
     nodes: tuple[str, ...]
+    """Addresses on a local cluster; on SLURM `trainer-0`, `trainer-1`, ... in the order of the component's hosts."""
+    first_node: int = 0
+    """partitioned: place of the first of these nodes in the allocation. hetjob: 0, each component has its own list."""
+    tasks_per_node: int = 1
+    """Trainer ranks, or engines, of one node."""
+    cpus_per_task: int = 1
+    """CPUs of each of them."""
+    gpus_per_node: int = 0
+    """GPUs to ask for on each node."""
+    segment: int | None = None
+    """Nodes that must share an NVLink domain; None where the scheduler cannot be asked."""
 
 
 class Plan(_Frozen):
@@ -55,25 +70,43 @@ class Plan(_Frozen):
 
     recipe: str
     cluster: str
-    layout: Literal["local"]
+    layout: Literal["local", "hetjob", "partitioned"]
     components: tuple[Component, ...]
     roles: tuple[RolePlan, ...]
     data_parallel: int
     """Model replicas of the trainer."""
     samples_per_step: int
     """Prompts times responses to each."""
+    time_limit: int | None = None
+    """Seconds that the job may take; None on a local cluster."""
+    warnings: tuple[str, ...] = ()
+    """What works, but badly."""
 
     def role(self, name: RoleName) -> RolePlan | None:
         """The role of that name, or None when this run has none (an sft run has no engine and no router)."""
         return next((role for role in self.roles if role.name == name), None)
 
+    def component(self, name: ComponentName) -> Component | None:
+        """The component of that name, or None: on SLURM an sft run has no rollout component."""
+        return next((component for component in self.components if component.name == name), None)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the request."""
+        return sum(len(component.nodes) for component in self.components)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the request, idle ones included."""
+        return sum(len(component.nodes) * component.gpus_per_node for component in self.components)
+
 
 def make_plan(config: Config) -> Plan:
-    """Place the roles of `config`. Raises UserError for a cluster that no layout exists for."""
-    if config.cluster.scheduler != "local":
-        raise UserError(
-            f"cluster {config.cluster.name}: cluster.scheduler={config.cluster.scheduler} has no layout; use local"
-        )
+    """Place the roles of `config`. Raises UserError with the numbers for what cannot be placed."""
+    return _local_plan(config) if config.cluster.scheduler == "local" else _slurm_plan(config)
+
+
+def _local_plan(config: Config) -> Plan:
     node = config.cluster.host
     on_gpu = config.cluster.device == "cuda"
     ranks, width = config.training.ranks, config.rollout.tensor_parallel
@@ -82,81 +115,107 @@ def make_plan(config: Config) -> Plan:
         Process(rank=index, node=node, devices=_gpus(ranks + index * width, width) if on_gpu else ())
         for index in range(config.rollout.engines)
     )
-    one = (Process(rank=0, node=node),)
-    generator = "vime.rollout.demonstrations" if config.algorithm.name == "sft" else "vime.rollout.generator"
-    roles = [
-        RolePlan(name="supervisor", component="trainer", module="vime.launch.supervisor", processes=one),
-        RolePlan(name="trainer", component="trainer", module="vime.training.main", processes=trainers),
-    ]
-    if engines:
-        roles.append(RolePlan(name="engine", component="rollout", module="vime.rollout.engine", processes=engines))
-        roles.append(RolePlan(name="router", component="rollout", module="vime.rollout.router", processes=one))
-    roles.append(RolePlan(name="generator", component="rollout", module=generator, processes=one))
     return Plan(
         recipe=config.recipe,
         cluster=config.cluster.name,
         layout="local",
         components=(Component(name="trainer", nodes=(node,)), Component(name="rollout", nodes=(node,))),
-        roles=tuple(roles),
+        roles=_roles(config, trainers, engines, "rollout", node, node),
         data_parallel=config.training.data_parallel,
         samples_per_step=config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
     )
 
 
+def _slurm_plan(config: Config) -> Plan:
+    cluster, limit = config.cluster, config.time_limit
+    if limit <= cluster.slurm.signal_seconds:
+        raise UserError(
+            f"the time limit of {limit} s is not longer than cluster.slurm.signal_seconds="
+            f"{cluster.slurm.signal_seconds}: USR2 would come before the run starts; raise launch.time"
+        )
+    # Without engines nothing needs nodes of its own: demonstrations are written on the trainer's first node.
+    fits = [fit_trainer(config), *([fit_rollout(config)] if config.rollout.engines else [])]
+    # A single component is not heterogeneous.
+    layout: Literal["hetjob", "partitioned"] = config.launch.layout if len(fits) > 1 else "partitioned"
+    segments, warnings = segments_of(config, fits, layout)
+    components = tuple(_component(config, fit, segment) for fit, segment in zip(fits, segments, strict=True))
+    if layout == "partitioned":
+        components = tuple(
+            part.model_copy(update={"first_node": sum(fit.nodes for fit in fits[:index])})
+            for index, part in enumerate(components)
+        )
+    engines = _engines(config, fits[-1]) if config.rollout.engines else ()
+    rollout = components[-1]
+    return Plan(
+        recipe=config.recipe,
+        cluster=cluster.name,
+        layout=layout,
+        components=components,
+        roles=_roles(config, _trainers(config, fits[0]), engines, rollout.name, "trainer-0", rollout.nodes[0]),
+        data_parallel=config.training.data_parallel,
+        samples_per_step=config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
+        time_limit=limit,
+        warnings=(*warnings, *(line for fit in fits for line in idle_gpus(config, fit))),
+    )
+
+
+def _roles(
+    config: Config,
+    trainers: tuple[Process, ...],
+    engines: tuple[Process, ...],
+    rollout: ComponentName,
+    first_trainer: str,
+    first_rollout: str,
+) -> tuple[RolePlan, ...]:
+    supervisor = (Process(rank=0, node=first_trainer),)
+    one = (Process(rank=0, node=first_rollout),)
+    generator = "vime.rollout.demonstrations" if config.algorithm.name == "sft" else "vime.rollout.generator"
+    roles = [
+        RolePlan(name="supervisor", component="trainer", module="vime.launch.supervisor", processes=supervisor),
+        RolePlan(name="trainer", component="trainer", module="vime.training.main", processes=trainers),
+    ]
+    if engines:
+        roles.append(RolePlan(name="engine", component=rollout, module="vime.rollout.engine", processes=engines))
+        roles.append(RolePlan(name="router", component=rollout, module="vime.rollout.router", processes=one))
+    roles.append(RolePlan(name="generator", component=rollout, module=generator, processes=one))
+    return tuple(roles)
+
+
+def _trainers(config: Config, fit: Fit) -> tuple[Process, ...]:
+    each, on_gpu = fit.tasks_per_node, config.cluster.device == "cuda"
+    return tuple(
+        Process(rank=rank, node=f"trainer-{rank // each}", devices=(rank % each,) if on_gpu else ())
+        for rank in range(fit.tasks)
+    )
+
+
+def _engines(config: Config, fit: Fit) -> tuple[Process, ...]:
+    on_gpu = config.cluster.device == "cuda"
+    processes = []
+    for index in range(fit.tasks):
+        node, place = divmod(index, fit.tasks_per_node)
+        for part in range(fit.span):
+            devices = _gpus(place * fit.width, fit.width) if on_gpu else ()
+            host = f"rollout-{node * fit.span + part}"
+            processes.append(Process(rank=index, node=host, devices=devices, part=part))
+    return tuple(processes)
+
+
+def _component(config: Config, fit: Fit, segment: int | None) -> Component:
+    node, whole = config.cluster.node, config.cluster.slurm.exclusive
+    used = fit.tasks_per_node * fit.width
+    cpus = node.cpus if whole else node.cpus * used // node.places
+    if cpus < fit.tasks_per_node:
+        raise UserError(f"cluster.node.cpus={node.cpus} do not give each of {fit.tasks_per_node} tasks of a node one")
+    return Component(
+        name=fit.name,
+        nodes=tuple(f"{fit.name}-{index}" for index in range(fit.nodes)),
+        tasks_per_node=fit.tasks_per_node,
+        cpus_per_task=cpus // fit.tasks_per_node,
+        gpus_per_node=node.gpus if whole else min(used, node.gpus),
+        segment=segment,
+    )
+
+
 def _gpus(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
-
-
-def check_sizes(config: Config, shape: ModelShape) -> None:
-    """Refuse sizes that cannot work together, before anything starts. Raises UserError with the numbers."""
-    for check in (_check_batch, _check_split, _check_lengths):
-        check(config, shape)
-
-
-def _check_batch(config: Config, shape: ModelShape) -> None:
-    rollout, training = config.rollout, config.training
-    prompts, each = rollout.prompts_per_step, rollout.samples_per_prompt
-    parts = training.data_parallel
-    if prompts * each % parts:
-        right = next(count for count in range(prompts, prompts + parts + 1) if count * each % parts == 0)
-        raise UserError(
-            f"rollout.prompts_per_step x rollout.samples_per_prompt = {prompts} x {each} = {prompts * each} samples do"
-            f" not divide over the {parts} data-parallel ranks of training.ranks={training.ranks};"
-            f" use rollout.prompts_per_step={right}"
-        )
-    if config.data.source == "reasoning_gym" and config.data.size < prompts:
-        raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
-
-
-def _check_split(config: Config, shape: ModelShape) -> None:
-    for name, width in (
-        ("training.tensor_parallel", config.training.tensor_parallel),
-        ("rollout.tensor_parallel", config.rollout.tensor_parallel if config.rollout.engines else 1),
-    ):
-        for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
-            if size % width:
-                raise UserError(
-                    f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}"
-                )
-    stages = config.training.pipeline_parallel
-    if shape.layers % stages:
-        right = _divisor(shape.layers, stages)
-        raise UserError(
-            f"training.pipeline_parallel={stages} does not divide the model's {shape.layers} layers; use {right}"
-        )
-
-
-def _divisor(size: int, near: int) -> int:
-    return max(width for width in range(1, min(size, near) + 1) if size % width == 0)
-
-
-def _check_lengths(config: Config, shape: ModelShape) -> None:
-    context = config.rollout.context or shape.context
-    if context > shape.context:
-        raise UserError(f"rollout.context={context} is more than the model's own limit of {shape.context} tokens")
-    limit = config.training.max_tokens_per_microbatch
-    if context > limit:
-        raise UserError(
-            f"a sequence of up to {context} tokens (rollout.context) does not fit into"
-            f" training.max_tokens_per_microbatch={limit}"
-        )

@@ -1,0 +1,146 @@
+"""The text that is submitted to SLURM, exactly: options of the job, options of each component, and the body.
+
+SLURM resets some options at each `#SBATCH hetjob` and carries others over: the first kind is written for every
+component, the second once at the top.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vime.cluster import Cluster, SlurmComponent
+from vime.compose import ROOT
+from vime.config import Config
+from vime.errors import UserError
+from vime.plan import Component, Plan
+from vime.time_limit import text as time_text
+
+BATCH_LOG = "%j_0_log.out"
+"""Output of the batch step in the run's submitit folder, by the name that submitit looks for."""
+
+
+def sbatch_text(
+    config: Config, plan: Plan, *, run_dir: Path, command: Sequence[str], dependency: str | None = None
+) -> str:
+    """The sbatch script of one run: `command` runs in the batch step, on the first node of the trainer component.
+
+    dependency: the value of --dependency, such as afterany:123. Raises UserError for components that one allocation
+    cannot hold.
+    """
+    sections = ["\n".join(_option(*item) for item in _job_options(config, plan, run_dir, dependency))]
+    if plan.layout == "hetjob":
+        sections += ["\n#SBATCH hetjob\n".join(_lines(config, component) for component in plan.components)]
+    else:
+        sections += [_lines(config, _whole(config, plan), partitioned=True)]
+    return "\n".join(["#!/bin/bash -l", *sections, "", *_body(config.cluster, command), ""])
+
+
+def _job_options(config: Config, plan: Plan, run_dir: Path, dependency: str | None) -> Iterator[tuple[str, str | None]]:
+    slurm = config.cluster.slurm
+    assert plan.time_limit is not None, "a plan for SLURM has a time limit"
+    yield "job-name", run_dir.name
+    yield "comment", str(run_dir)
+    for name, value in (
+        ("account", slurm.account),
+        ("qos", slurm.qos),
+        ("reservation", slurm.reservation),
+        ("exclude", slurm.exclude),
+        ("dependency", dependency),
+    ):
+        if value is not None:
+            yield name, value
+    yield "time", time_text(plan.time_limit)
+    # B: to the batch shell only, which is the supervisor's ancestor: roles never see it.
+    yield "signal", f"B:USR2@{slurm.signal_seconds}"
+    yield ("requeue" if slurm.requeue else "no-requeue"), None
+    if slurm.mem is not None:
+        yield "mem", slurm.mem
+    yield "chdir", str(ROOT)
+    yield "output", str(run_dir / "submitit").replace("%", "%%") + "/" + BATCH_LOG
+    # A requeued job goes on writing where its first attempt stopped.
+    yield "open-mode", "append"
+    # Nothing else of the submitting shell: a job must not depend on where it was submitted from.
+    yield "export", ",".join(slurm.export) or "NIL"
+    for option in slurm.extra:
+        yield option, None
+
+
+def _lines(config: Config, component: Component, partitioned: bool = False) -> str:
+    title = "# all nodes" if partitioned else f"# {component.name} component"
+    return "\n".join([title, *(_option(*item) for item in _component_options(config, component, partitioned))])
+
+
+def _component_options(config: Config, component: Component, partitioned: bool) -> Iterator[tuple[str, str | None]]:
+    slurm = config.cluster.slurm
+    own = _shared(config) if partitioned else getattr(slurm, component.name)
+    for name, value in (
+        ("partition", own.partition or slurm.partition),
+        ("constraint", own.constraint or slurm.constraint),
+        ("nodelist", own.nodelist),
+    ):
+        if value is not None:
+            yield name, value
+    yield "nodes", str(len(component.nodes))
+    yield "ntasks-per-node", str(component.tasks_per_node)
+    yield "cpus-per-task", str(component.cpus_per_task)
+    if component.gpus_per_node and slurm.gpus != "none":
+        amount = f"{slurm.gpu_type}:{component.gpus_per_node}" if slurm.gpu_type else str(component.gpus_per_node)
+        yield (slurm.gpus, amount) if slurm.gpus == "gpus-per-node" else ("gres", f"gpu:{amount}")
+    if component.segment is not None:
+        yield "segment", str(component.segment)
+    if slurm.exclusive:
+        yield "exclusive", None
+    for option in own.extra:
+        yield option, None
+
+
+def _shared(config: Config) -> SlurmComponent:
+    """What both components ask of one allocation. Raises UserError where they ask for different things."""
+    slurm = config.cluster.slurm
+    asked: dict[str, str | None] = {}
+    for key in ("partition", "constraint", "nodelist"):
+        default = getattr(slurm, key, None)
+        values = {getattr(slurm.trainer, key), getattr(slurm.rollout, key)}
+        if default is None and len(values) > 1:
+            raise UserError(
+                f"launch.layout=partitioned is one allocation, but cluster.slurm.trainer.{key}="
+                f"{getattr(slurm.trainer, key)} and cluster.slurm.rollout.{key}={getattr(slurm.rollout, key)}"
+                + ("" if key == "nodelist" else f"; set cluster.slurm.{key} to what holds the nodes of both")
+            )
+        asked[key] = default or next(iter(values))
+    extra = list(dict.fromkeys([*slurm.trainer.extra, *slurm.rollout.extra]))
+    return SlurmComponent(**asked, extra=extra)  # type: ignore[arg-type]
+
+
+def _whole(config: Config, plan: Plan) -> Component:
+    """The components of a partitioned plan as one: its nodes are those of all, each large enough for any of them."""
+    tasks = max(component.tasks_per_node for component in plan.components)
+    cpus = max(component.tasks_per_node * component.cpus_per_task for component in plan.components)
+    return Component(
+        name="trainer",
+        nodes=tuple(node for component in plan.components for node in component.nodes),
+        tasks_per_node=tasks,
+        cpus_per_task=cpus // tasks,
+        gpus_per_node=max(component.gpus_per_node for component in plan.components),
+        segment=plan.components[0].segment,
+    )
+
+
+def _option(name: str, value: str | None) -> str:
+    flag = name if name.startswith("-") else f"--{name}"
+    return f"#SBATCH {flag}" if value is None else f"#SBATCH {flag}={shlex.quote(value)}"
+
+
+def _body(cluster: Cluster, command: Sequence[str]) -> list[str]:
+    lines = list(cluster.setup)
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
+    return [
+        *lines,
+        "export SUBMITIT_EXECUTOR=slurm",
+        "# sbatch --export=... would otherwise choose the environment of every srun below too.",
+        "unset SLURM_EXPORT_ENV",
+        "# exec: the signal before the time limit goes to this process, which must therefore be the supervisor's.",
+        f"exec {shlex.join(command)}",
+    ]

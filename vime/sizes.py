@@ -1,0 +1,81 @@
+"""Sizes that cannot work together, refused before anything starts."""
+
+from __future__ import annotations
+
+from vime.config import Config
+from vime.errors import UserError
+from vime.model_shape import ModelShape
+
+
+def check_sizes(config: Config, shape: ModelShape) -> None:
+    """Refuse sizes that cannot work together, before anything starts. Raises UserError with the numbers."""
+    for check in (_check_batch, _check_split, _check_experts, _check_lengths):
+        check(config, shape)
+
+
+def _check_batch(config: Config, shape: ModelShape) -> None:
+    rollout, training = config.rollout, config.training
+    prompts, each = rollout.prompts_per_step, rollout.samples_per_prompt
+    parts = training.data_parallel
+    if prompts * each % parts:
+        right = next(count for count in range(prompts, prompts + parts + 1) if count * each % parts == 0)
+        raise UserError(
+            f"rollout.prompts_per_step x rollout.samples_per_prompt = {prompts} x {each} = {prompts * each} samples do"
+            f" not divide over the {parts} data-parallel ranks of training.ranks={training.ranks};"
+            f" use rollout.prompts_per_step={right}"
+        )
+    if config.data.source == "reasoning_gym" and config.data.size < prompts:
+        raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
+
+
+def _check_split(config: Config, shape: ModelShape) -> None:
+    engine = config.rollout.tensor_parallel if config.rollout.engines else 1
+    for name, width, what, size in (
+        ("training.tensor_parallel", config.training.tensor_parallel, "attention heads", shape.heads),
+        ("training.tensor_parallel", config.training.tensor_parallel, "key-value heads", shape.kv_heads),
+        ("rollout.tensor_parallel", engine, "attention heads", shape.heads),
+        # An engine wider than the key-value heads holds each of them several times.
+        ("rollout.tensor_parallel", min(engine, shape.kv_heads), "key-value heads", shape.kv_heads),
+    ):
+        if size % width:
+            raise UserError(f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}")
+    stages = config.training.pipeline_parallel
+    if shape.layers % stages:
+        right = _divisor(shape.layers, stages)
+        raise UserError(
+            f"training.pipeline_parallel={stages} does not divide the model's {shape.layers} layers; use {right}"
+        )
+
+
+def _check_experts(config: Config, shape: ModelShape) -> None:
+    training, width = config.training, config.training.expert_parallel
+    if shape.experts == 0:
+        if width > 1:
+            raise UserError(f"training.expert_parallel={width}: the model has no experts; use 1")
+        return
+    if shape.experts % width:
+        right = _divisor(shape.experts, width)
+        raise UserError(
+            f"training.expert_parallel={width} does not divide the model's {shape.experts} experts; use {right}"
+        )
+    if training.tensor_parallel > 1 and not training.sequence_parallel:
+        raise UserError(
+            f"training.sequence_parallel must be true: the model has experts and training.tensor_parallel="
+            f"{training.tensor_parallel}"
+        )
+
+
+def _divisor(size: int, near: int) -> int:
+    return max(width for width in range(1, min(size, near) + 1) if size % width == 0)
+
+
+def _check_lengths(config: Config, shape: ModelShape) -> None:
+    context = config.rollout.context or shape.context
+    if context > shape.context:
+        raise UserError(f"rollout.context={context} is more than the model's own limit of {shape.context} tokens")
+    limit = config.training.max_tokens_per_microbatch
+    if context > limit:
+        raise UserError(
+            f"a sequence of up to {context} tokens (rollout.context) does not fit into"
+            f" training.max_tokens_per_microbatch={limit}"
+        )
