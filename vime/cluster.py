@@ -197,10 +197,14 @@ class Cluster(Section):
     """SLURM only: the container of trainers and engines."""
     setup: list[Line] = []
     """SLURM only: shell lines that the job starts with, such as `module load cuda` or activating an environment."""
+    python: Line | None = None
+    """SLURM only: Python of the batch step, found after `setup`. Default: the one that submits."""
     environment: dict[VariableName, str] = {}
     """Variables set for every role."""
     startup_timeout: float = Field(600.0, gt=0)
     """Seconds a role may take to become ready."""
+    save_timeout: float = Field(240.0, gt=0)
+    """Seconds that the trainers get, after USR2, to finish their step and save. On SLURM less than signal_seconds."""
     stop_timeout: float = Field(5.0, gt=0)
     """Seconds the roles get to stop by themselves before they are killed."""
 

@@ -41,9 +41,10 @@ def choose_segment(
         if wanted > domain_nodes:
             raise UserError(f"{where}: a segment of {wanted} nodes is more than the {domain_nodes} of an NVLink domain")
         if nodes % wanted:
+            other = choose_segment(nodes, domain_nodes, (), None, where, setting)
             raise UserError(
-                f"{where}: segments of {wanted} nodes do not divide its {nodes} nodes; use"
-                f" {setting}={_multiples(nodes, wanted)} or a segment of {choose_segment(nodes, domain_nodes, (), None, where, setting)}"
+                f"{where}: segments of {wanted} nodes do not divide its {nodes} nodes;"
+                f" use {setting}={_multiples(nodes, wanted)} or a segment of {other}"
             )
         return wanted
     fitting = [size for size in range(1, min(nodes, domain_nodes) + 1) if nodes % size == 0]

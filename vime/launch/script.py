@@ -7,6 +7,7 @@ component, the second once at the top.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from vime.time_limit import text as time_text
 
 BATCH_LOG = "%j_0_log.out"
 """Output of the batch step in the run's submitit folder, by the name that submitit looks for."""
+
+
+def batch_command(config: Config, run_dir: Path) -> tuple[str, ...]:
+    """What the batch step runs: submitit's loader, with the folder that the pickled job lies in."""
+    return (config.cluster.python or sys.executable, "-u", "-m", "submitit.core._submit", str(run_dir / "submitit"))
 
 
 def sbatch_text(

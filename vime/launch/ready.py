@@ -1,0 +1,32 @@
+"""What a dry run may leave open and a submission may not."""
+
+from __future__ import annotations
+
+from vime.config import Config
+from vime.errors import UserError
+
+
+def check_ready(config: Config) -> None:
+    """Refuse what can be planned but not run yet. Raises UserError with one line about the first such thing."""
+    model, data, training = config.model, config.data, config.training
+    if model.tiny is None and model.path is None:
+        named = f" of {model.name}" if model.name else ""
+        download = f", made by `hf download {model.name} --local-dir FOLDER`" if model.name else ""
+        raise UserError(f"model.path is not set: give the folder{named}, model.path=FOLDER{download}")
+    if data.source == "jsonl" and data.path is None:
+        raise UserError(f"data.path is not set: give the JSONL file of {data.name}, data.path=FILE")
+    for name in ("context_parallel", "expert_parallel"):
+        width = getattr(training, name)
+        if width > 1:
+            raise UserError(f"training.{name}={width} can be planned, but this trainer runs only training.{name}=1")
+    places = config.cluster.node.places
+    if config.cluster.scheduler == "slurm" and config.rollout.tensor_parallel > places:
+        raise UserError(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel} can be planned over nodes of {places} slots, but"
+            f" an engine runs only within a node; use rollout.tensor_parallel={places}"
+        )
+    if model.path is not None:
+        # Reads the family's own rules; imported here because it brings torch.
+        from vime.models.family import architecture
+
+        architecture(model.path)

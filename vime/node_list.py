@@ -1,0 +1,111 @@
+"""SLURM's short lists of hosts, such as `n[001-003,7]`, written out and back, without asking SLURM.
+
+pyxis containers have no scontrol, and a list must mean the same inside and outside of a job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from vime.errors import UserError
+
+MOST = 65536
+"""Hosts in one list. A longer one is a mistake in a number."""
+_NUMBER = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand(text: str) -> list[str]:
+    """Host names in the order of the list, as `scontrol show hostnames` prints them.
+
+    Raises UserError for what is not a list of hosts.
+    """
+    hosts: list[str] = []
+    for part in _split(text):
+        hosts += _expand_one(part, text)
+        if len(hosts) > MOST:
+            raise UserError(f"node list {_short(text)} names more than {MOST} hosts")
+    return hosts
+
+
+def compress(hosts: Iterable[str]) -> str:
+    """A list that `expand` and SLURM read as exactly these hosts in this order: `n[1-3],m2`."""
+    parts: list[str] = []
+    for (prefix, suffix), group in itertools.groupby(hosts, _stem):
+        numbers = [host[len(prefix) : len(host) - len(suffix)] for host in group]
+        if not numbers[0]:
+            parts += [prefix] * len(numbers)
+        elif len(numbers) == 1:
+            parts.append(f"{prefix}{numbers[0]}{suffix}")
+        else:
+            parts.append(f"{prefix}[{','.join(_ranges(numbers))}]{suffix}")
+    return ",".join(parts)
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that are not inside brackets."""
+    depth, start = 0, 0
+    for index, character in enumerate(text):
+        if character == "[":
+            depth += 1
+        elif character == "]":
+            depth -= 1
+        if depth not in (0, 1):
+            raise UserError(f"node list {_short(text)}: unmatched bracket at character {index + 1}")
+        if character == "," and depth == 0:
+            yield text[start:index]
+            start = index + 1
+    if depth:
+        raise UserError(f"node list {_short(text)}: a bracket is not closed")
+    yield text[start:]
+
+
+def _expand_one(part: str, whole: str) -> list[str]:
+    if not part or re.search(r"\s", part):
+        raise UserError(f"node list {_short(whole)}: an empty name or a space in it")
+    choices = [
+        [piece] if index % 2 == 0 else list(_numbers(piece, whole))
+        for index, piece in enumerate(re.split(r"[\[\]]", part))
+    ]
+    size = 1
+    for choice in choices:
+        size *= len(choice)
+        if size > MOST:
+            raise UserError(f"node list {_short(whole)} names more than {MOST} hosts")
+    return ["".join(pieces) for pieces in itertools.product(*choices)]
+
+
+def _numbers(ranges: str, whole: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        match = _NUMBER.fullmatch(item)
+        if match is None:
+            raise UserError(f"node list {_short(whole)}: {_short("[" + ranges + "]")} must hold numbers and ranges, such as 1-3,7")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise UserError(f"node list {_short(whole)}: the range {item} runs backwards")
+        if int(last) - int(first) >= MOST:
+            raise UserError(f"node list {_short(whole)} names more than {MOST} hosts")
+        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+
+
+def _stem(host: str) -> tuple[str, str]:
+    """What stands before and after the last number of a name."""
+    match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
+    return (match[1], match[3]) if match else (host, "")
+
+
+def _ranges(numbers: list[str]) -> Iterator[str]:
+    first = last = numbers[0]
+    for number in [*numbers[1:], None]:
+        follows = number is not None and number == str(int(last) + 1).zfill(len(first))
+        if follows and number is not None:
+            last = number
+            continue
+        yield first if first == last else f"{first}-{last}"
+        if number is not None:
+            first = last = number
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
