@@ -22,7 +22,7 @@ def expand(text: str) -> list[str]:
     Raises UserError for what is not a list of hosts.
     """
     hosts: list[str] = []
-    for part in _split(text):
+    for part in filter(None, _split(text)):
         hosts += _expand_one(part, text)
         if len(hosts) > MOST:
             raise UserError(f"node list {_short(text)} names more than {MOST} hosts")
@@ -32,19 +32,17 @@ def expand(text: str) -> list[str]:
 def compress(hosts: Iterable[str]) -> str:
     """A list that `expand` and SLURM read as exactly these hosts in this order: `n[1-3],m2`."""
     parts: list[str] = []
-    for (prefix, suffix), group in itertools.groupby(hosts, _stem):
-        numbers = [host[len(prefix) : len(host) - len(suffix)] for host in group]
-        if not numbers[0]:
-            parts += [prefix] * len(numbers)
-        elif len(numbers) == 1:
-            parts.append(f"{prefix}{numbers[0]}{suffix}")
+    for (prefix, numbered), group in itertools.groupby(hosts, _stem):
+        numbers = [host.removeprefix(prefix) for host in group]
+        if not numbered or len(numbers) == 1:
+            parts += [prefix + number for number in numbers]
         else:
-            parts.append(f"{prefix}[{','.join(_ranges(numbers))}]{suffix}")
+            parts.append(f"{prefix}[{','.join(_ranges(numbers))}]")
     return ",".join(parts)
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that are not inside brackets."""
+    """The parts between commas or spaces that are not inside brackets."""
     depth, start = 0, 0
     for index, character in enumerate(text):
         if character == "[":
@@ -53,7 +51,7 @@ def _split(text: str) -> Iterator[str]:
             depth -= 1
         if depth not in (0, 1):
             raise UserError(f"node list {_short(text)}: unmatched bracket at character {index + 1}")
-        if character == "," and depth == 0:
+        if (character == "," or character.isspace()) and depth == 0:
             yield text[start:index]
             start = index + 1
     if depth:
@@ -62,8 +60,8 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _expand_one(part: str, whole: str) -> list[str]:
-    if not part or re.search(r"\s", part):
-        raise UserError(f"node list {_short(whole)}: an empty name or a space in it")
+    if "[" in part and not part.endswith("]"):
+        raise UserError(f"node list {_short(whole)}: SLURM takes no text after the last bracket of a name")
     choices = [
         [piece] if index % 2 == 0 else list(_numbers(piece, whole))
         for index, piece in enumerate(re.split(r"[\[\]]", part))
@@ -80,7 +78,8 @@ def _numbers(ranges: str, whole: str) -> Iterator[str]:
     for item in ranges.split(","):
         match = _NUMBER.fullmatch(item)
         if match is None:
-            raise UserError(f"node list {_short(whole)}: {_short("[" + ranges + "]")} must hold numbers and ranges, such as 1-3,7")
+            problem = f"{_short(f'[{ranges}]')} must hold numbers and ranges, such as [1-3,7]"
+            raise UserError(f"node list {_short(whole)}: {problem}")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise UserError(f"node list {_short(whole)}: the range {item} runs backwards")
@@ -89,10 +88,10 @@ def _numbers(ranges: str, whole: str) -> Iterator[str]:
         yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
-def _stem(host: str) -> tuple[str, str]:
-    """What stands before and after the last number of a name."""
-    match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
-    return (match[1], match[3]) if match else (host, "")
+def _stem(host: str) -> tuple[str, bool]:
+    """What stands before the number at the end of a name, and whether there is one."""
+    match = re.fullmatch(r"(.*?)(\d{1,9})", host)
+    return (match[1], True) if match else (host, False)
 
 
 def _ranges(numbers: list[str]) -> Iterator[str]:
