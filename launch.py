@@ -90,8 +90,10 @@ def run(command: Command) -> int:
         print_preview(config, plan, command.as_json)
         return 0
     # Imported late: a dry run and an error must not pay for what only a submission needs.
+    from vime.launch.ready import check_ready
     from vime.launch.submit import submit
 
+    check_ready(config)
     wait = config.cluster.scheduler == "local" if command.wait is None else command.wait
     return submit(config, plan, wait=wait)
 

@@ -10,12 +10,35 @@ from rich.console import Console
 from rich.table import Table
 
 from vime.config import Config
-from vime.plan import Plan, Process, RolePlan
+from vime.launch.script import batch_command, sbatch_text
+from vime.plan import Component, Plan, Process, RolePlan
+from vime.time_limit import text as time_text
+
+PORT = "<port>"
+"""Servers bind a free port and publish it; no plan knows it."""
 
 
 def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
-    """`{"config": ..., "plan": ...}`: exactly what a run would write to its config.yaml and plan.json."""
-    return {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    """`config` and `plan` as a run would write them to config.yaml and plan.json; on SLURM also what is asked of it.
+
+    `script` is the submission, `gpu_hours` and `node_hours` what it may cost at most, `engine_urls` where the engines
+    will answer, `warnings` what works badly.
+    """
+    data: dict[str, Any] = {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
+    engines = plan.role("engine")
+    data["engine_urls"] = [_url(process) for process in engines.processes if process.part == 0] if engines else []
+    data["warnings"] = list(plan.warnings)
+    if plan.time_limit is not None:
+        data["gpu_hours"] = plan.gpus * plan.time_limit / 3600
+        data["node_hours"] = plan.nodes * plan.time_limit / 3600
+        data["script"] = script(config, plan)
+    return data
+
+
+def script(config: Config, plan: Plan) -> str:
+    """The submission of a run whose name is not chosen yet, or is `run.name`."""
+    run_dir = config.run.root / (config.run.name or f"{plan.recipe}-<time>-<random>")
+    return sbatch_text(config, plan, run_dir=run_dir, command=batch_command(config, run_dir))
 
 
 def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | None = None) -> None:
@@ -26,17 +49,21 @@ def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | 
     console = console or Console(highlight=False)
     title = f"{plan.recipe} on {plan.cluster}, layout {plan.layout}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("role", "component", "node", "ranks", "devices", "runs"):
+    on_slurm = plan.time_limit is not None
+    for column in ("role", "component", "node", "ranks", "devices", "address" if on_slurm else "runs"):
         # Too narrow a terminal folds a cell; it never hides a module's name.
         table.add_column(column, overflow="fold")
     for role in plan.roles:
         for node in dict.fromkeys(process.node for process in role.processes):
             there = [process for process in role.processes if process.node == node]
             ranks = ranges([process.rank for process in there])
-            table.add_row(role.name, role.component, node, ranks, _devices(config, role, there), role.module)
+            last = _address(role, node) if on_slurm else role.module
+            table.add_row(role.name, role.component, node, ranks, _devices(config, role, there), last)
     console.print(table)
-    for line in _lines(config, plan):
+    for line in [*_lines(config, plan), *(f"warning    {warning}" for warning in plan.warnings)]:
         console.print(line, markup=False, soft_wrap=True)
+    if on_slurm:
+        print(f"\n{script(config, plan)}", end="")
 
 
 def ranges(numbers: list[int]) -> str:
@@ -57,16 +84,54 @@ def _devices(config: Config, role: RolePlan, processes: list[Process]) -> str:
     return "cpu" if role.name in ("trainer", "engine") or config.cluster.device == "cpu" else "-"
 
 
+def _address(role: RolePlan, node: str) -> str:
+    if role.name not in ("engine", "router"):
+        return "-"
+    urls = [_url(process) for process in role.processes if process.node == node and process.part == 0]
+    return ", ".join(dict.fromkeys(urls)) or "part of the engine before"
+
+
+def _url(process: Process) -> str:
+    return f"http://{process.node}:{PORT}"
+
+
+def _request(plan: Plan, limit: int) -> str:
+    hours = limit / 3600
+    parts = ", ".join(_part(component) for component in plan.components)
+    unit, count = ("GPU", plan.gpus) if plan.gpus else ("node", plan.nodes)
+    return f"{parts}; {count} {unit}s x {time_text(limit)} = {count * hours:g} {unit}-hours at most"
+
+
+def _part(component: Component) -> str:
+    nodes = len(component.nodes)
+    words = f"{component.name} {nodes} node{'s' if nodes > 1 else ''}"
+    if component.gpus_per_node:
+        words += f" x {component.gpus_per_node} GPUs"
+    if component.segment is not None:
+        words += f" in segments of {component.segment}"
+    return words
+
+
 def _lines(config: Config, plan: Plan) -> list[str]:
     training, rollout = config.training, config.rollout
-    model = str(config.model.path) if config.model.path is not None else "a tiny model made by vime"
+    model = str(config.model.path or config.model.name or "a published model")
+    if config.model.tiny is not None:
+        model = "a tiny model made by vime"
+    elif config.model.path is None:
+        model += " (model.path is not set)"
+    split = f"{training.tensor_parallel} x pipeline parallel {training.pipeline_parallel}"
+    for name in ("context_parallel", "expert_parallel"):
+        if getattr(training, name) > 1:
+            joint = " x " if name == "context_parallel" else ", "
+            split += f"{joint}{name.replace('_', ' ')} {getattr(training, name)}"
     if config.model.warmup is not None:
         model += f", warmed up by {config.model.warmup}"
     return [
         f"model      {model}",
         f"algorithm  {config.algorithm.name}, {training.steps} steps of"
         f" {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {plan.samples_per_step} samples",
-        f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel"
-        f" {training.tensor_parallel} x pipeline parallel {training.pipeline_parallel}, {training.dtype}",
+        f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel {split},"
+        f" {training.dtype}",
+        *([f"request    {_request(plan, plan.time_limit)}"] if plan.time_limit is not None else []),
         f"run        {config.run.root / (config.run.name or f'{plan.recipe}-<time>-<random>')}",
     ]
