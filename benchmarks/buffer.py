@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.row import Row
 from vime.buffer.chunk import read_samples, write_chunk
 from vime.buffer.sample import Group, Sample
 
@@ -35,7 +36,7 @@ PART = 8
 
 
 def measure(
-    samples: int = 512,
+    samples: int = 128,
     tokens: int = 4096,
     layers: int = 48,
     top_k: int = 8,
@@ -128,6 +129,21 @@ def measure(
         "read_vs_torch_save": round(speed["read"] / speed["torch_read"], 3),
         "reader_memory_vs_share": round(grown / share, 3),
     }
+
+
+def rows(measured: dict[str, Any]) -> list[Row]:
+    """Write and read against the copy, and the reader's memory."""
+    sizes, speed = measured["sizes"], measured["gb_per_s"]
+    text = f"{sizes['samples']} x {sizes['tokens']} tokens, {sizes['layers']} layers of routes"
+    copy, cached = f"{speed['copy']:.2f} GB/s copy, fsync", f"{speed['copy_cached']:.2f} GB/s copy"
+    return [
+        Row(f"write, {text}", f"{speed['write']:.2f} GB/s", copy, measured["write_vs_copy"], at_least=0.8),
+        Row("  read", f"{speed['read']:.2f} GB/s", cached, measured["read_vs_copy"], at_least=0.8),
+        Row(
+            "  memory of a reader of 1/8", "growth of the process", "its share", measured["reader_memory_vs_share"],
+            at_most=1.2,
+        ),
+    ]
 
 
 def _make(samples: int, tokens: int, layers: int, top_k: int, experts: int) -> list[Group]:
