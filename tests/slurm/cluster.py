@@ -52,14 +52,18 @@ def _absent() -> list[str]:
 class SlurmCluster:
     """The daemons of one cluster. `environ` is what a person logged in to it has."""
 
-    def __init__(self, shape: Shape = SMALL) -> None:
+    def __init__(self, shape: Shape = SMALL, root: Path | None = None) -> None:
+        """root: a folder with another Slurm, to chroot into; None: this machine's own."""
         self.shape = shape
         # A short path: the munge socket's name may have 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="vime-slurm-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="vime-slurm-", dir=None if root is None else root / "tmp"))
+        # The folder as the daemons see it.
+        self.seen = self.folder if root is None else Path("/") / self.folder.relative_to(root)
+        self._enter: tuple[str, ...] = () if root is None else ("chroot", str(root))
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))},
             "PATH": _PATH,
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "SLURM_CONF": str(self.seen / "slurm.conf"),
         }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
@@ -71,7 +75,7 @@ class SlurmCluster:
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command as a person logged in to the cluster."""
         done = subprocess.run(
-            list(command), env=self.environ, capture_output=True, text=True, check=False, timeout=timeout
+            [*self._enter, *command], env=self.environ, capture_output=True, text=True, check=False, timeout=timeout
         )
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done
@@ -145,14 +149,15 @@ class SlurmCluster:
         self.folder.chmod(0o755)
         for name in ("state", "spool", *(f"spool/{node}" for node in self.shape.names)):
             (self.folder / name).mkdir()
-        write_configuration(self.shape, self.folder, self.folder, Ports.free(len(self.shape.names)))
+        write_configuration(self.shape, self.folder, self.seen, Ports.free(len(self.shape.names)))
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = {"key-file": key.name, "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munged.seed"}
-        options = [f"--{option}={self.folder / name}" for option, name in files.items()]
+        options = [f"--{option}={self.seen / name}" for option, name in files.items()]
         socket = self.folder / "munge.socket"
-        self._daemon("munged", ["munged", "--foreground", "--force", f"--socket={socket}", *options])
+        at = self.seen / socket.name
+        self._daemon("munged", ["munged", "--foreground", "--force", f"--socket={at}", *options])
         self._until(socket.exists, "munge's socket")
         self._daemon("slurmctld", ["slurmctld", "-D", "-i", "-f", self.environ["SLURM_CONF"]])
         for name in self.shape.names:
@@ -165,7 +170,7 @@ class SlurmCluster:
     def _daemon(self, name: str, command: Sequence[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [shutil.which(command[0], path=_PATH) or command[0], *command[1:]],
+                [*self._enter, *command] if self._enter else [shutil.which(command[0], path=_PATH) or "", *command[1:]],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,0 +1,67 @@
+"""Debian trixie's Slurm 24.11 in a folder of its own: a scheduler that knows NVLink domains.
+
+The folder is made once, by debootstrap (about a minute, 300 MB), under VIME_CACHE, and kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+RELEASE = "trixie"
+PACKAGES = ("slurm-wlm", "munge", "procps")
+MIRROR = "http://deb.debian.org/debian"
+MOUNTS = ("proc", "sys", "dev")
+LONGEST = 900.0
+"""Seconds that making the folder may take."""
+
+
+class NoTrixie(Exception):
+    """Why there can be no Slurm 24.11 here."""
+
+
+def root() -> Path:
+    """The folder to chroot into, made if it is missing, with /proc, /sys and /dev in it. Raises NoTrixie."""
+    if os.geteuid() != 0:
+        raise NoTrixie("only root can chroot")
+    cache = Path(os.environ.get("VIME_CACHE") or Path.home() / ".cache" / "vime")
+    folder = cache / f"slurm-{RELEASE}"
+    if not folder.is_dir():
+        _make(folder)
+    for name in MOUNTS:
+        target = folder / name
+        if not target.is_mount():
+            done = subprocess.run(["mount", "--rbind", f"/{name}", str(target)], capture_output=True, text=True)
+            if done.returncode:
+                raise NoTrixie(f"cannot mount {target}: {done.stderr.strip()}")
+    return folder
+
+
+def release_mounts(folder: Path) -> None:
+    """Take /proc, /sys and /dev out of the folder again, so that removing the folder cannot reach them."""
+    for name in MOUNTS:
+        subprocess.run(["umount", "--recursive", "--lazy", str(folder / name)], capture_output=True, check=False)
+
+
+def _make(folder: Path) -> None:
+    if shutil.which("debootstrap") is None:
+        _run("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "debootstrap")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Complete by its name: an interrupted one is never taken for the whole.
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir=folder.parent) as unfinished:
+        made = Path(unfinished) / RELEASE
+        _run("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(made), MIRROR)
+        made.rename(folder)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoTrixie(f"{command[0]}: {error}") from None
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no reason given"]
+        raise NoTrixie(f"{' '.join(command[:2])} failed: {last[0]}")
