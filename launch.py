@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 try:
     from vime.compose import compose
@@ -22,6 +23,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ...] [options]
+       python launch.py --resume RUN [dotted.key=value ...] [options]
 
   cluster=NAME       a file in clusters/, or a path
   recipe=NAME        a file in configs/, or a path
@@ -29,6 +31,7 @@ USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ..
 
   --dry-run          show the plan; start nothing and write nothing
   --json             with --dry-run: the configuration and the plan as JSON
+  --resume RUN       continue the run of that directory from its newest complete checkpoint
   --wait, --no-wait  stay until the run ends (the default on a local cluster), or return once it is submitted
   --help [SECTION]   this text; or the keys of a section, such as rollout or recipe.rollout
 
@@ -39,10 +42,11 @@ FLAGS = ("--dry-run", "--json", "--wait", "--no-wait", "--help")
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asked for."""
+    """What the command line asked for: a cluster and a recipe, or a run to resume."""
 
     cluster: str
     recipe: str
+    resume: str | None
     overrides: tuple[str, ...]
     dry_run: bool
     as_json: bool
@@ -54,9 +58,15 @@ def parse(arguments: list[str]) -> Command:
     flags: set[str] = set()
     names: dict[str, str] = {}
     overrides: list[str] = []
-    for argument in arguments:
+    resume: str | None = None
+    remaining = iter(arguments)
+    for argument in remaining:
         key, equals, value = argument.partition("=")
-        if argument.startswith("-"):
+        if key == "--resume":
+            resume = value or next(remaining, None)
+            if not resume or resume.startswith("-"):
+                raise UserError("--resume needs the directory of a run")
+        elif argument.startswith("-"):
             if argument not in FLAGS:
                 raise UserError(f"unknown option {argument}{did_you_mean(argument, FLAGS)}")
             flags.add(argument)
@@ -69,18 +79,27 @@ def parse(arguments: list[str]) -> Command:
         else:
             overrides.append(argument)
     for key in ("cluster", "recipe"):
-        if key not in names:
+        if resume is not None and key in names:
+            raise UserError(f"--resume takes {key} from the run; leave {key}= out")
+        if resume is None and key not in names:
             raise UserError(f"{key}=NAME is missing; see --help")
     if {"--wait", "--no-wait"} <= flags:
         raise UserError("--wait and --no-wait exclude each other")
     if "--json" in flags and "--dry-run" not in flags:
         raise UserError("--json shows the plan as data; it needs --dry-run")
     wait = True if "--wait" in flags else False if "--no-wait" in flags else None
-    return Command(names["cluster"], names["recipe"], tuple(overrides), "--dry-run" in flags, "--json" in flags, wait)
+    if resume is not None and "--dry-run" in flags:
+        raise UserError("--dry-run shows a new run; it cannot be used with --resume")
+    cluster, recipe = names.get("cluster", ""), names.get("recipe", "")
+    return Command(cluster, recipe, resume, tuple(overrides), "--dry-run" in flags, "--json" in flags, wait)
 
 
 def run(command: Command) -> int:
     """Do it; returns the exit code. Raises UserError before anything is written."""
+    if command.resume is not None:
+        from vime.launch.submit import resume
+
+        return resume(Path(command.resume), command.overrides, wait=command.wait)
     config: Config = compose(command.cluster, command.recipe, command.overrides)
     plan = make_plan(config)
     if command.dry_run:

@@ -64,6 +64,16 @@ def load_resolved(path: Path) -> Config:
     return _validate(Config, _Draft(document.data, document.places))
 
 
+def override_resolved(path: Path, overrides: Sequence[str]) -> Config:
+    """A run's `config.yaml` with overrides, checked as `compose` checks. Raises UserError."""
+    document = yaml_file.load_file(path)
+    draft = _Draft(document.data, {(): Place(str(path)), **document.places})
+    for text in overrides:
+        draft.override(text)
+    config, places = _checked(draft)
+    return _with_warmup(config, places)
+
+
 def dump_resolved(config: Config) -> str:
     """The whole configuration as YAML, defaults included, so that a run reads the same years later."""
     return yaml_file.dump(config.model_dump(mode="json"))
@@ -165,6 +175,10 @@ def _finish(draft: _Draft, recipe: str, overrides: Sequence[str]) -> tuple[Confi
     draft.choose(on)
     for text in overrides:
         draft.override(text)
+    return _checked(draft)
+
+
+def _checked(draft: _Draft) -> tuple[Config, dict[KeyPath, Place]]:
     config = _absolute(_validate(Config, draft), Path.cwd())
     _check_files(config, draft.places)
     try:

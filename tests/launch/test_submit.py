@@ -108,7 +108,7 @@ def test_a_launcher_that_waits_cancels_the_run_when_it_is_interrupted(start: Sta
 
 @pytest.mark.parametrize(("signum", "state"), [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "timeout")])
 def test_the_guardian_forwards_signals(start: Start, signum: signal.Signals, state: str) -> None:
-    job = start(SERVING)
+    job = start(SERVING, overrides=["cluster.save_timeout=1"])
     job.wait_started()
     os.kill(job.pid_of("submitit.core._submit"), signum)
     assert job.end(timeout=15) == 1

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from vime.buffer.control import Control
+from vime.buffer.control import Control, StopMessage
 from vime.config import Cluster
+from vime.errors import UserError
+from vime.launch.allocation import Allocation
+from vime.launch.chain import newest_checkpoint
 from vime.launch.commands import Command
+from vime.launch.environment import srun_environment, without_job
 from vime.launch.failure import GRACE, describe, first_cause, stop_outcome
-from vime.launch.processes import End, Processes
+from vime.launch.lifeline import VARIABLE as LIFELINE
+from vime.launch.lifeline import Lifeline
+from vime.launch.processes import End, Processes, spawn
+from vime.launch.scheduler import batch_log, job_fate
+from vime.launch.step_process import StepProcess
+from vime.launch.step_rank import INTERFACE, STOP_TIMEOUT
 from vime.launch.stop_signals import Stopped, StopSignals
 from vime.role import Role
 from vime.run_dir import Failure, RunDir, State, Status, last_step, utc_now
@@ -23,6 +33,14 @@ POLL = 0.25
 """Longest seconds between two looks at the roles; an ended child of this process wakes it at once."""
 STEP_INTERVAL = 1.0
 """Seconds between two looks at the metrics for `status.step`."""
+WRAPPER_TIME = 4.0
+"""Seconds that the wrappers of a step get, besides the roles' own, to kill what is left and to report."""
+STOP_GRACE = 5.0
+"""Seconds in which SLURM, having told some ranks to stop, tells the supervisor too."""
+
+
+class Superseded(Exception):
+    """SLURM gave this node up for lost and started the run again elsewhere."""
 
 
 @dataclass
@@ -34,75 +52,141 @@ class Attempt:
     commands: Sequence[Command]
     model: Path
     signals: StopSignals
+    host: str
+    """Address that the run's store binds."""
+    allocation: Allocation | None = None
+    """The SLURM job whose batch step this is."""
 
     def supervise(self) -> Status:
         """Run all roles to the end and leave nothing of them behind. Returns the status that was written.
 
         The state is completed when every role that finishes exited 0; failed after any other end of any role; cancelled
-        or timeout when the run was asked to stop (TERM, USR2).
+        when the run was asked to stop (TERM). USR2 lets the trainers save first: the state is requeued where SLURM can
+        start the run again, else timeout.
         """
         status = replace(self.run.read_status(), state="running")
-        control, port = Control.serve(self.cluster.host, status.attempt)
+        control, port = Control.serve(self.host, status.attempt)
         self._supervisor = Role(
             run_dir=self.run.path,
-            store_host=self.cluster.host,
+            store_host=self.host,
             store_port=port,
             name="supervisor",
             attempt=status.attempt,
             token=secrets.token_urlsafe(32),
             rank=0,
             world_size=1,
-            host=self.cluster.host,
+            host=self.host,
             model=self.model,
         )
-        self.run.append_event(self._supervisor, "run_started", model=str(self.model))
+        begun: dict[str, Any] = {"model": str(self.model), "checkpoint": newest_checkpoint(self.run)}
+        if self.allocation is not None:
+            begun |= {"job": self.allocation.job_id, "hosts": self.allocation.hosts}
+        self.run.append_event(self._supervisor, "run_started", **begun)
         processes = Processes()
+        lifeline = None if self.allocation is None else Lifeline(self.host)
         state: State = "failed"
         failure: Failure | None = None
+        superseded = False
         try:
-            self._start_all(processes, status.attempt)
+            self._start_all(processes, status.attempt, lifeline)
             cause = self._watch(processes, status)
             state = "completed" if cause is None else "failed"
             failure = None if cause is None else describe(cause)
         except Stopped as stop:
-            print(f"{utc_now()} {stop}", flush=True)
-            state, failure = stop_outcome(stop, self.run.log("supervisor", 0, status.attempt))
+            state, failure = self._stop(stop, control, processes)
+        except Superseded:
+            print(f"{utc_now()} a later attempt has begun elsewhere", flush=True)
+            superseded = True
         finally:
             # Written before the teardown as well: the cause must not be lost when this process is killed meanwhile.
             status = replace(status, step=last_step(self.run.metrics) or status.step, failure=failure)
             if failure is not None:
                 self.run.write_status(status)
                 self.run.append_event(self._supervisor, "failure", role_failed=failure.role, rank_failed=failure.rank)
-            left = processes.stop(self.cluster.stop_timeout)
+            if lifeline is not None:
+                lifeline.close()
+            left = processes.stop(self.cluster.stop_timeout + (0 if lifeline is None else WRAPPER_TIME))
             if left:
                 print(f"still there after SIGKILL: {left}", flush=True)
+        if superseded:
+            return self.run.read_status()
         del control  # the store lives until here: a role that is stopping may still use it
         status = replace(status, state=state, ended=utc_now())
         self.run.write_status(status)
         self.run.append_event(self._supervisor, "run_ended", state=state)
         return status
 
-    def _start_all(self, processes: Processes, attempt: int) -> None:
+    def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
+        """What a request to stop leads to. USR2 gives the trainers time to save."""
+        print(f"{utc_now()} {stop}", flush=True)
+        log = self.run.log("supervisor", 0, self._supervisor.attempt)
+        if stop.signum != signal.SIGUSR2 or stop.orphaned:
+            if self.allocation is not None and not stop.orphaned:
+                return job_fate(batch_log(self.run, self.allocation.job_id)), None
+            return stop_outcome(stop, log)
+        try:
+            saved = self._save(control, processes)
+        except Stopped as second:
+            return self._stop(second, control, processes) if second.signum != signal.SIGUSR2 else ("timeout", None)
+        print(f"{utc_now()} {'the trainers saved' if saved else 'the step was abandoned'}", flush=True)
+        requeue = self.allocation is not None and self.cluster.slurm.requeue
+        return ("requeued" if requeue else "timeout"), None
+
+    def _save(self, control: Control, processes: Processes) -> bool:
+        """Ask the trainers to save and stop, and wait for it a bounded time. Returns whether they did."""
+        trainers = {command.name for command in self.commands if command.role == "trainer"}
+        control.post(StopMessage(save=True, reason="the time limit is near, or the job is preempted"))
+        deadline = time.monotonic() + save_time(self.cluster)
+        while trainers and time.monotonic() < deadline:
+            self.signals.wait(POLL)
+            for end in processes.poll():
+                if end.command.role == "trainer" and not end.succeeded:
+                    return False
+                trainers.discard(end.command.name)
+        return not trainers
+
+    def _start_all(self, processes: Processes, attempt: int, lifeline: Lifeline | None) -> None:
         logs = self.run.log("supervisor", 0, attempt).parent
         logs.mkdir(parents=True, exist_ok=True)
         _point(self.run.logs / "latest", logs.name)
         for command in self.commands:
-            log = self.run.log(command.role, command.rank, attempt)
-            processes.start(command, self._environment(command), log)
+            if command.rank is not None:
+                processes.start(command, self._environment(command), self.run.log(command.role, command.rank, attempt))
+            else:
+                assert lifeline is not None, "a step needs a SLURM job"
+                output = logs / f"{command.role}.step.log"
+                popen = spawn(command.argv, self._step_environment(command, lifeline), output)
+                processes.running.append(StepProcess(command, popen, output, self.run, attempt))
             print(f"{utc_now()} started {command.name}: pid {processes.running[-1].popen.pid}", flush=True)
 
     def _environment(self, command: Command) -> dict[str, str]:
         role = replace(
-            self._supervisor, name=command.role, rank=command.rank, world_size=command.world_size, host=command.host
+            self._supervisor,
+            name=command.role,
+            rank=command.rank or 0,
+            world_size=command.world_size,
+            host=command.host,
         )
         network = {"GLOO_SOCKET_IFNAME": self.cluster.interface, "NCCL_SOCKET_IFNAME": self.cluster.interface}
         return {
-            **os.environ,
+            **without_job(os.environ),
             "PYTHONUNBUFFERED": "1",  # a log must hold what was printed before a kill
             **network,
             **command.environment,
             **self.cluster.environment,
             **role.environment(),
+        }
+
+    def _step_environment(self, command: Command, lifeline: Lifeline) -> dict[str, str]:
+        """As `_environment` for an srun: what differs between ranks and nodes is found out there."""
+        environment = {**srun_environment(os.environ), **self._environment(command)}
+        for name in ("VIME_RANK", "VIME_WORLD_SIZE", "VIME_HOST"):
+            del environment[name]
+        return {
+            **environment,
+            LIFELINE: lifeline.address,
+            INTERFACE: self.cluster.interface,
+            STOP_TIMEOUT: str(self.cluster.stop_timeout),
         }
 
     def _watch(self, processes: Processes, status: Status) -> End | None:
@@ -117,23 +201,32 @@ class Attempt:
                 else:
                     unexpected.append(end)
             if unexpected:
-                return first_cause(unexpected + self._collect(processes))
+                unexpected += self._collect(processes, stopping=all(end.stopped for end in unexpected))
+                return first_cause([end for end in unexpected if not end.stopped] or unexpected)
             if unfinished:
                 self.signals.wait(POLL)
             if time.monotonic() - looked > STEP_INTERVAL:
                 looked = time.monotonic()
+                if attempt_now(self.run, status.attempt) != status.attempt:
+                    raise Superseded
                 if (now := last_step(self.run.metrics)) > step:
                     step = now
                     self.run.write_status(replace(status, step=step))
         return None
 
-    def _collect(self, processes: Processes) -> list[End]:
-        """Unexpected ends in the moment after the first one."""
+    def _collect(self, processes: Processes, stopping: bool) -> list[End]:
+        """Unexpected ends in the moment after the first one.
+
+        `stopping`: all that ended were told to by SLURM, which is about to tell this process, so Stopped is raised.
+        """
         ends: list[End] = []
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + (STOP_GRACE if stopping else GRACE)
         while processes.running and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(Stopped):  # it is ending already
+            try:
                 self.signals.wait(min(left, POLL))
+            except Stopped:
+                if stopping and not ends:
+                    raise
             ends += [end for end in processes.poll() if not end.succeeded]
         return ends
 
@@ -142,3 +235,19 @@ def _point(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.symlink_to(target)
     temporary.replace(link)
+
+
+def attempt_now(run: RunDir, otherwise: int) -> int:
+    """The attempt that the run's status names; `otherwise` when it cannot be read at this moment."""
+    try:
+        return run.read_status().attempt
+    except UserError:
+        return otherwise
+
+
+def save_time(cluster: Cluster) -> float:
+    """Seconds that trainers get to finish their step and save after USR2, so that the rest can end before the limit."""
+    if cluster.scheduler == "local":
+        return cluster.save_timeout
+    rest = cluster.stop_timeout + WRAPPER_TIME + 3 * GRACE
+    return max(1.0, min(cluster.save_timeout, cluster.slurm.signal_seconds - rest))

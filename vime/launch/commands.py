@@ -15,10 +15,11 @@ FINISHES: frozenset[RoleName] = frozenset({"trainer", "generator"})
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start."""
+    """One process to start: a role's process on this machine, or the srun of all of them."""
 
     role: str
-    rank: int
+    rank: int | None
+    """None: an srun whose ranks learn their number on their node."""
     world_size: int
     argv: tuple[str, ...]
     finishes: bool
@@ -30,8 +31,8 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Role and rank as a person reads them: trainer-0."""
-        return f"{self.role}-{self.rank}"
+        """Role and rank as a person reads them: trainer-0. Of an srun the role alone."""
+        return self.role if self.rank is None else f"{self.role}-{self.rank}"
 
 
 def role_commands(config: Config, plan: Plan) -> list[Command]:

@@ -32,8 +32,8 @@ def describe(end: End) -> Failure:
     """The failure record of a role's end."""
     return Failure(
         role=end.command.role,
-        rank=end.command.rank,
-        node=socket.gethostname(),
+        rank=end.rank,
+        node=end.node,
         exit_code=end.exit_code,
         signal=end.signal,
         time=end.time,

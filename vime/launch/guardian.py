@@ -15,14 +15,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from submitit.core.utils import DelayedSubmission, UncompletedJobError
+
 from vime.errors import UserError
+from vime.launch.chain import begin_attempt, fruitless
 from vime.launch.failure import launcher_failure
 from vime.launch.process_tree import kill_descendants, reap_orphans
 from vime.launch.processes import KILL_TIMEOUT, signal_name
+from vime.launch.scheduler import job_states
 from vime.launch.stop_signals import WATCHED
 from vime.role import become_subreaper, die_with_parent
 from vime.run_dir import Failure, RunDir, Status, utc_now
@@ -35,17 +39,44 @@ class RunEnded(Exception):
     """The run did not complete. submitit turns it into a job that exits non-zero."""
 
 
+@dataclass(frozen=True)
+class Guard:
+    """What submitit pickles and calls. `checkpoint` makes it one that submitit requeues."""
+
+    supervisor: tuple[str, ...] = SUPERVISOR
+
+    def __call__(self, run_path: str) -> str:
+        """See `guard`."""
+        return guard(run_path, self.supervisor)
+
+    def checkpoint(self, run_path: str) -> DelayedSubmission:
+        """The same again: what has been done is in the run's folder, and which attempt it is too."""
+        return DelayedSubmission(self, run_path)
+
+
 def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     """Run the supervisor of the run in `run_path` to its end and make sure that the status is true and nothing is left.
 
-    Returns "completed"; raises RunEnded with the state and the failing role otherwise.
+    Returns "completed"; raises RunEnded with the state and the failing role otherwise. A run that asks to be continued
+    is requeued by submitit, and this process ends.
     """
+    # submitit's handler for USR2 saves the call and requeues the job. Here the signal first lets the run save.
+    requeue = signal.getsignal(signal.SIGUSR2)
     become_subreaper()
     # submitit names the job by its process, so that one that has ended already is noticed too.
     controller = os.environ.get("SUBMITIT_LOCAL_JOB_ID")
     die_with_parent(int(controller) if controller else None)
     run = RunDir(Path(run_path))
-    log = run.log("supervisor", 0, run.read_status().attempt)
+    status = begin_attempt(run)
+    if status.state == "completed":
+        return status.state
+    log = run.log("supervisor", 0, status.attempt)
+    hopeless = fruitless(run)
+    if hopeless:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{hopeless}\n")
+        close(run, launcher_failure("supervisor", log))
+        raise RunEnded(f"{run.path}: {hopeless}")
     child = _start(run, supervisor, log)
     code = child.wait()
     kill_descendants(os.getpid(), KILL_TIMEOUT)
@@ -53,6 +84,16 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     failure = launcher_failure("supervisor", log, code if code >= 0 else None, signal_name(-code) if code < 0 else None)
     close(RunDir(run.path / "warmup"), failure)
     status = close(run, failure)
+    job = os.environ.get("SLURM_JOB_ID")
+    # Unless SLURM has requeued the job itself, which is why it was stopped.
+    if status.state == "requeued" and job and callable(requeue) and job_states([job]).get(job) == "RUNNING":
+        try:
+            requeue(signal.SIGUSR2, None)
+        except (OSError, subprocess.SubprocessError, UncompletedJobError) as error:
+            with log.open("a") as output:
+                output.write(f"the job could not be requeued: {error}\n")
+            run.write_status(replace(status, state="running"))
+            status = close(run, launcher_failure("guardian", log))
     if status.state != "completed":
         raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
     return status.state
@@ -67,7 +108,7 @@ def close(run: RunDir, failure: Failure) -> Status:
         status = run.read_status()
     except UserError:
         status = Status(state="pending")
-    if status.terminal or not run.path.exists():
+    if status.terminal or status.state == "requeued" or not run.path.exists():
         return status
     closed = replace(status, state="failed", ended=utc_now(), failure=status.failure or failure)
     run.write_status(closed)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from vime.launch.commands import Command
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
@@ -30,6 +32,10 @@ class End:
     seconds: float
     """When, by the monotonic clock."""
     log: Path
+    rank: int = 0
+    node: str = field(default_factory=socket.gethostname)
+    stopped: bool = False
+    """It was told to stop by a signal that the supervisor did not send: the scheduler ends the job, or this step."""
 
     @property
     def succeeded(self) -> bool:
@@ -38,68 +44,78 @@ class End:
 
     def __str__(self) -> str:
         how = f"exit code {self.exit_code}" if self.signal is None else self.signal
-        return f"{self.command.name} ended with {how}"
+        return f"{self.command.role}-{self.rank} on {self.node} ended with {how}"
 
 
-@dataclass(frozen=True)
+class Running(Protocol):
+    """One process that this supervisor started: a role's own, or the srun of all its ranks."""
+
+    command: Command
+    popen: subprocess.Popen[bytes]
+
+    def poll(self) -> tuple[list[End], bool]:
+        """Ends learnt since the last call, and whether the process itself has ended."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """Give the role its chance to stop by itself."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
+
+
+@dataclass
 class RoleProcess:
-    """One process that runs."""
+    """A role's process on this machine."""
 
     command: Command
     popen: subprocess.Popen[bytes]
     log: Path
 
-    def poll(self) -> End | None:
-        """How it ended, or None while it runs. What an ended process left in its group is killed."""
-        pid = self.popen.pid
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return None
-        # Before the pid is collected, because after that it could name another group.
-        signal_group(pid, signal.SIGKILL)
-        code = self.popen.wait()
+    def poll(self) -> tuple[list[End], bool]:
+        """As `Running`. What an ended process left in its group is killed."""
+        code = collect(self.popen)
+        if code is None:
+            return [], False
         name = signal_name(-code) if code < 0 else None
-        return End(self.command, None if code < 0 else code, name, utc_now(), time.monotonic(), self.log)
+        exit_code = None if code < 0 else code
+        rank = self.command.rank or 0
+        return [End(self.command, exit_code, name, utc_now(), time.monotonic(), self.log, rank)], True
+
+    def ask_to_stop(self) -> None:
+        """TERM to its group."""
+        signal_group(self.popen.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """KILL to its group."""
+        signal_group(self.popen.pid, signal.SIGKILL)
 
 
 class Processes:
     """All processes of one attempt. Main thread only: the kernel ends a role with the thread that started it."""
 
     def __init__(self) -> None:
-        self.running: list[RoleProcess] = []
+        self.running: list[Running] = []
 
     def start(self, command: Command, environment: Mapping[str, str], log: Path) -> None:
         """Start `command` with exactly `environment`, in a process group of its own, writing to `log`.
 
         Raises OSError when the program cannot be started.
         """
-        supervisor = os.getpid()
-
-        def before_exec() -> None:
-            die_with_parent(supervisor)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            popen = subprocess.Popen(
-                command.argv,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                preexec_fn=before_exec,
-            )
-        self.running.append(RoleProcess(command, popen, log))
+        self.running.append(RoleProcess(command, spawn(command.argv, environment, log), log))
 
     def poll(self) -> list[End]:
-        """The processes that ended since the last call. Each is said in the supervisor's log."""
+        """The ends that were learnt since the last call. Each is said in the supervisor's log."""
         ends = []
         for process in list(self.running):
-            end = process.poll()
-            if end is not None:
+            learnt, ended = process.poll()
+            if ended:
                 self.running.remove(process)
-                ends.append(end)
+            for end in learnt:
                 print(f"{end.time} {end}", flush=True)
+            ends += learnt
         reap_orphans(frozenset(process.popen.pid for process in self.running))
         return ends
 
@@ -110,10 +126,10 @@ class Processes:
         2 x KILL_TIMEOUT seconds.
         """
         for process in self.running:
-            signal_group(process.popen.pid, signal.SIGTERM)
+            process.ask_to_stop()
         self._wait(timeout)
         for process in self.running:
-            signal_group(process.popen.pid, signal.SIGKILL)
+            process.kill()
         self._wait(KILL_TIMEOUT)
         left = kill_descendants(os.getpid(), KILL_TIMEOUT)
         reap_orphans(frozenset())
@@ -126,6 +142,39 @@ class Processes:
             if not self.running or time.monotonic() > deadline:
                 return
             time.sleep(0.02)
+
+
+def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a program with exactly `environment`, in a process group of its own that ends with this process.
+
+    It reads nothing and appends what it prints to `log`. Raises OSError when it cannot be started.
+    """
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        die_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=before_exec,
+        )
+
+
+def collect(popen: subprocess.Popen[bytes]) -> int | None:
+    """The return code of an ended process, whose group is killed; None while it runs."""
+    if os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    # Before the pid is collected, because after that it could name another group.
+    signal_group(popen.pid, signal.SIGKILL)
+    return popen.wait()
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Submit one run to this machine and, when asked, stay with it to its end."""
+"""Submit one run, to this machine or to SLURM, and, when asked, stay with it to its end."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType
+from pathlib import Path
 from typing import Any
 
 from submitit.local.local import LocalJob
 
+from vime.compose import override_resolved
 from vime.config import Config
+from vime.errors import UserError
 from vime.launch.failure import GRACE, launcher_failure
-from vime.launch.guardian import SUPERVISOR, close, guard
+from vime.launch.guardian import SUPERVISOR, Guard, close
 from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.prepare import prepare
 from vime.launch.process_tree import descendants
 from vime.launch.processes import KILL_TIMEOUT
-from vime.plan import Plan
+from vime.launch.slurm_executor import VimeExecutor, job_of, newest_job
+from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
+from vime.plan import Plan, make_plan
+from vime.role import Role
 from vime.run_dir import RunDir, Status, utc_now
 
 Process = subprocess.Popen[bytes]
@@ -36,16 +41,63 @@ def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] 
     """
     run = RunDir.create(config.run.root, config.run.name, config.recipe)
     prepare(run, config, plan)
-    job = DetachedLocalExecutor(run).submit(guard, str(run.path), tuple(supervisor))
+    return _start(run, config, plan, wait, tuple(supervisor))
+
+
+def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, supervisor: Sequence[str] = SUPERVISOR) -> int:
+    """Continue the run in `path` as its next attempt, with `overrides` of its configuration. Otherwise as `submit`.
+
+    Raises UserError for a folder that holds no run, for a run that still goes on or is completed, and for overrides
+    that do not fit.
+    """
+    run = RunDir(path.absolute())
+    status = run.read_status()
+    config = override_resolved(run.config, overrides)
+    plan = make_plan(config)
+    if status.state == "completed":
+        raise UserError(f"{run.path} is completed: there is nothing to resume")
+    if not status.terminal and _alive(run, config):
+        raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
+    prepare(run, config, plan)
+    run.write_status(replace(status, state="pending", attempt=status.attempt + 1, ended=None, failure=None))
+    run.append_event(launcher_role(run, status.attempt + 1), "resumed", overrides=list(overrides))
+    wait = config.cluster.scheduler == "local" if wait is None else wait
+    return _start(run, config, plan, wait, tuple(supervisor))
+
+
+def _start(run: RunDir, config: Config, plan: Plan, wait: bool, supervisor: tuple[str, ...]) -> int:
+    on_slurm = config.cluster.scheduler == "slurm"
+    executor = VimeExecutor(run, config, plan) if on_slurm else DetachedLocalExecutor(run)
+    try:
+        job = executor.submit(Guard(supervisor), str(run.path))
+    except UserError:
+        # Nothing runs: the folder says so, and keeps what was refused.
+        run.write_status(replace(run.read_status(), state="failed", ended=utc_now()))
+        raise
     if not wait:
+        if on_slurm:
+            print(f"submitted job {job.job_id}", flush=True)
         print(run.path, flush=True)
         return 0
-    status = stay(run, job, config.cluster.stop_timeout)
+    status = stay_on_slurm(run, job) if on_slurm else stay(run, job, config.cluster.stop_timeout)
     from vime.report.summary import print_summary
 
     print_summary(run)
     print(run.path, flush=True)
     return 0 if status.state == "completed" else 1
+
+
+def launcher_role(run: RunDir, attempt: int) -> Role:
+    """Who the launcher is in the events of a run."""
+    return Role(run.path, "", 0, "launcher", attempt, "", 0, 1, "", Path())
+
+
+def _alive(run: RunDir, config: Config) -> bool:
+    """Whether a run without a final status may still be running."""
+    job = newest_job(run)
+    if config.cluster.scheduler == "slurm" and job is not None:
+        return not job_of(run, job, config).done(force_check=True)
+    return False
 
 
 def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
@@ -55,7 +107,7 @@ def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
     process: Process = job._process
     longest = stop_timeout + GRACE + 3 * KILL_TIMEOUT
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             follow(run, lambda: process.poll() is None)
             if not _settle(run, process, longest):
                 _kill(process)
@@ -94,17 +146,3 @@ def _settle(run: RunDir, process: Process, timeout: float) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    # TERM (a CI's time limit) and HUP (a closed terminal) mean what Ctrl-C means: this launcher stays with the run.
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

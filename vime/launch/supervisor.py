@@ -18,11 +18,14 @@ from typing import NoReturn
 from vime.compose import compose_warmup, load_resolved
 from vime.config import Config, TinyModel
 from vime.errors import UserError
+from vime.launch.allocation import Allocation
 from vime.launch.attempt import Attempt
 from vime.launch.commands import Command, role_commands
 from vime.launch.failure import stop_outcome
+from vime.launch.interface import interface_address
 from vime.launch.model_cache import cached_model, model_key
 from vime.launch.prepare import prepare
+from vime.launch.steps import step_commands
 from vime.launch.stop_signals import Stopped, StopSignals
 from vime.plan import Plan, make_plan
 from vime.role import become_subreaper
@@ -33,6 +36,13 @@ WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "trai
 """Sections of a warm-up recipe that change the model it makes."""
 
 
+def run_commands(config: Config, plan: Plan) -> Sequence[Command]:
+    """What to start for each role: processes of this machine, or steps of the SLURM job that this process is in."""
+    if config.cluster.scheduler == "local":
+        return role_commands(config, plan)
+    return step_commands(config, plan, Allocation.from_environment(os.environ, plan))
+
+
 class WarmupFailed(Exception):
     """The nested run that makes the initial policy did not complete."""
 
@@ -41,11 +51,12 @@ class WarmupFailed(Exception):
         self.status = status
 
 
-def supervise(run: RunDir, signals: StopSignals, commands: Commands = role_commands) -> Status:
+def supervise(run: RunDir, signals: StopSignals, commands: Commands = run_commands) -> Status:
     """Bring the run in `run` to its end: its model, then all roles. Returns the status that was written."""
     config = load_resolved(run.config)
     plan = Plan.model_validate_json(run.plan.read_bytes())
-    status = replace(run.read_status(), state="running", started=utc_now())
+    before = run.read_status()
+    status = replace(before, state="running", started=before.started or utc_now(), ended=None, failure=None)
     run.write_status(status)
     try:
         model = initial_policy(config, run, signals, commands)
@@ -54,11 +65,22 @@ def supervise(run: RunDir, signals: StopSignals, commands: Commands = role_comma
     except Stopped as stop:
         state, failure = stop_outcome(stop, run.log("supervisor", 0, status.attempt))
         return _end(run, replace(status, state=state, failure=failure))
-    attempt = Attempt(run=run, cluster=config.cluster, commands=commands(config, plan), model=model, signals=signals)
+    cluster = config.cluster
+    local = cluster.scheduler == "local"
+    allocation = None if local else Allocation.from_environment(os.environ, plan)
+    attempt = Attempt(
+        run=run,
+        cluster=cluster,
+        commands=commands(config, plan),
+        model=model,
+        signals=signals,
+        host=cluster.host if local else interface_address(cluster.interface),
+        allocation=allocation,
+    )
     return attempt.supervise()
 
 
-def initial_policy(config: Config, run: RunDir, signals: StopSignals, commands: Commands = role_commands) -> Path:
+def initial_policy(config: Config, run: RunDir, signals: StopSignals, commands: Commands = run_commands) -> Path:
     """The Hugging Face folder that training starts from, made first where the configuration says so.
 
     Raises WarmupFailed, Stopped, and WaitTimeout when another run makes the same model for too long.
@@ -89,6 +111,7 @@ def _tiny_model(tiny: TinyModel, signals: StopSignals) -> Path:
 
 
 def _warmed_up(config: Config, nested: RunDir, signals: StopSignals, commands: Commands) -> Path:
+    config = _on_this_node(config)
     place = config.run.model_copy(update={"root": nested.path.parent, "name": nested.path.name})
     config = config.model_copy(update={"run": place})
     shutil.rmtree(nested.path, ignore_errors=True)  # of an earlier attempt
@@ -100,13 +123,21 @@ def _warmed_up(config: Config, nested: RunDir, signals: StopSignals, commands: C
     return nested.export / f"step_{config.training.steps}"
 
 
+def _on_this_node(config: Config) -> Config:
+    """`config` with every role as a process of this node: what a warm-up trains is small enough for one."""
+    if config.cluster.scheduler == "local":
+        return config
+    here = {"scheduler": "local", "host": interface_address(config.cluster.interface)}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=here)})
+
+
 def _end(run: RunDir, status: Status) -> Status:
     ended = replace(status, ended=utc_now())
     run.write_status(ended)
     return ended
 
 
-def main(arguments: Sequence[str], commands: Commands = role_commands) -> NoReturn:
+def main(arguments: Sequence[str], commands: Commands = run_commands) -> NoReturn:
     """Supervise the run of `arguments`: its folder and, from a guardian, the guardian's pid. Ends this process."""
     code = 1
     try:

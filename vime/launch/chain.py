@@ -1,0 +1,67 @@
+"""The chain of attempts of one run: what begins the next one, and when the chain must end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from vime.run_dir import RunDir, Status
+
+MARKER = "complete"
+"""File in a checkpoint's folder that is written last."""
+FRUITLESS = 2
+"""Attempts in a row without a new checkpoint after which the chain ends itself."""
+
+
+def begin_attempt(run: RunDir) -> Status:
+    """Write the status of the attempt that begins now; returns it.
+
+    A status that is pending was written by the launcher for this attempt. Any other is that of an attempt before,
+    however it ended: SLURM has started the job again.
+    """
+    status = run.read_status()
+    if status.state not in ("pending", "completed"):
+        status = replace(status, state="pending", attempt=status.attempt + 1, ended=None, failure=None)
+        run.write_status(status)
+    return status
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Step of the newest complete checkpoint; 0 when there is none."""
+    steps = [
+        int(marker.parent.name.removeprefix("step_"))
+        for marker in run.checkpoints.glob(f"step_*/{MARKER}")
+        if marker.parent.name.removeprefix("step_").isdigit()
+    ]
+    return max(steps, default=0)
+
+
+def fruitless(run: RunDir) -> str:
+    """Why the chain must not go on, from the attempts recorded since it was last started by hand; empty when it may."""
+    begun = [newest_checkpoint(run)]
+    for event in reversed(_events(run)):
+        if event.get("event") == "resumed":
+            break
+        if event.get("event") == "run_started" and isinstance(event.get("checkpoint"), int):
+            begun.append(event["checkpoint"])
+    if len(begun) <= FRUITLESS or len(set(begun[: FRUITLESS + 1])) > 1:
+        return ""
+    return (
+        f"{FRUITLESS} attempts in a row made no progress: each began at step {begun[0]} and saved nothing newer."
+        " See their logs; continue by hand with --resume once the cause is gone"
+    )
+
+
+def _events(run: RunDir) -> list[dict[str, Any]]:
+    try:
+        lines = run.events.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # torn by a kill
+    return found

@@ -1,0 +1,61 @@
+"""The lifeline: a connection from each rank's wrapper to the supervisor that carries nothing and means "go on".
+
+A step of srun spans nodes, where the supervisor can neither signal a process group nor be anyone's parent. So each
+wrapper (`vime.launch.step_rank`) holds this connection, and ends its role when it closes. The supervisor closes it to
+stop a run; the kernel closes it when the supervisor is killed; keep-alive notices a node that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from vime.errors import WaitTimeout
+
+VARIABLE = "VIME_LIFELINE"
+"""host:port of the supervisor's end."""
+BACKLOG = 4096
+CONNECT_TIMEOUT = 60.0
+_IDLE_S, _INTERVAL_S, _PROBES = 10, 5, 3
+
+
+class Lifeline:
+    """The supervisor's end."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self._held: list[socket.socket] = []
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def accept(self) -> None:
+        """Take the connections that wait. One that waits still holds: this only empties the queue."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._held.append(connection)
+
+    def close(self) -> None:
+        """Tell every wrapper to end its role."""
+        self.accept()
+        self._listener.close()
+        for connection in self._held:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._held.clear()
+
+
+def hold(address: str) -> socket.socket:
+    """A wrapper's end: readable once the role must stop. Raises WaitTimeout when the supervisor cannot be reached."""
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT)
+    except OSError as error:
+        raise WaitTimeout(f"waited up to {CONNECT_TIMEOUT:g} s for the supervisor at {address}: {error}") from error
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _INTERVAL_S), ("TCP_KEEPCNT", _PROBES)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection

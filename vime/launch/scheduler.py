@@ -1,0 +1,106 @@
+"""What SLURM says of a job: its state, and why it ends one. Every question is bounded, and no answer is no answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vime.launch.environment import submission_environment
+from vime.run_dir import RunDir, State
+
+ASK_TIMEOUT = 20.0
+NOTICE_TIME = 2.0
+"""Seconds that SLURM's notice of why it ends a job may take to show in the batch step's output."""
+ENDED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+)
+"""States of a job that will not run again."""
+_NOTICE = re.compile(r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+(?: DUE TO (?P<why>.+?))? \*\*\*")
+
+
+def ask(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str | None:
+    """What a command of SLURM prints; None when it fails or takes over ASK_TIMEOUT seconds."""
+    try:
+        done = subprocess.run(
+            list(command),
+            env=submission_environment(os.environ if environ is None else environ),
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def job_states(job_ids: Sequence[str], accounting: bool = False) -> dict[str, str]:
+    """Job id -> state, such as RUNNING, for the jobs that SLURM knows. Of a heterogeneous job the leader's.
+
+    squeue knows jobs until a few minutes after their end, sacct for ever where there is accounting.
+    """
+    if not job_ids:
+        return {}
+    found = {}
+    for job in job_ids:
+        text = ask(["scontrol", "show", "job", "--oneliner", job])
+        match = re.search(r"JobState=(\w+)", text or "")
+        if match:
+            found[job] = match[1]
+    unknown = [job for job in job_ids if job not in found]
+    if unknown and accounting:
+        rows = ask(["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(unknown)]) or ""
+        found.update(read_sacct(rows))
+    return found
+
+
+def read_sacct(rows: str) -> dict[str, str]:
+    """Job id -> state of `JobID|State` rows. The row `123+0` is the leader of the heterogeneous job 123."""
+    states = {}
+    for row in rows.splitlines():
+        name, _, state = row.partition("|")
+        leader, plus, component = name.partition("+")
+        if "." not in name and state and (not plus or component == "0"):
+            states[leader] = state.split()[0]  # "CANCELLED by 1000"
+    return states
+
+
+def batch_log(run: RunDir, job_id: str) -> Path:
+    """Where the batch step of a job writes."""
+    return run.submitit / f"{job_id}_0_log.out"
+
+
+def job_fate(log: Path) -> State:
+    """Why SLURM ends the job whose batch step wrote `log`: cancelled, timeout, or requeued.
+
+    While it ends, its state is COMPLETING whatever the reason; the reason is in slurmstepd's notice.
+    """
+    deadline = time.monotonic() + NOTICE_TIME
+    while True:
+        try:
+            notices = list(_NOTICE.finditer(log.read_text(errors="replace")))
+        except OSError:
+            notices = []
+        if notices or time.monotonic() > deadline:
+            return read_notice(notices[-1]["why"] or "" if notices else "")
+        time.sleep(0.1)
+
+
+def read_notice(why: str) -> State:
+    """The state after a notice `... CANCELLED AT <time> DUE TO <why>`."""
+    if "TIME LIMIT" in why:
+        return "timeout"
+    if any(word in why for word in ("REQUEUE", "PREEMPTION", "NODE FAIL")):
+        return "requeued"
+    return "cancelled"
+
+
+def exclude_nodes(job_id: str, nodes: Sequence[str]) -> bool:
+    """Keep a pending job (all components) away from `nodes`. Returns whether SLURM accepted it."""
+    listed = ask(["squeue", "-h", "-j", job_id, "-o", "%A"]) or job_id
+    done = [ask(["scontrol", "update", f"JobId={part}", f"ExcNodeList={','.join(nodes)}"]) for part in listed.split()]
+    return bool(done) and all(answer is not None for answer in done)

@@ -1,0 +1,137 @@
+"""The srun command of each role on SLURM: one step a role, with a wrapper (`vime.launch.step_rank`) a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from vime.cluster import Cluster
+from vime.config import Config
+from vime.launch.allocation import Allocation
+from vime.launch.commands import FINISHES, Command
+from vime.plan import Component, Plan, RolePlan
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+COMPUTING = ("trainer", "engine")
+"""Roles that get their component's CPUs and GPUs. The others share a node with them."""
+
+
+def step_commands(
+    config: Config, plan: Plan, allocation: Allocation, programs: Mapping[str, Sequence[str]] | None = None
+) -> list[Command]:
+    """One step a role, in the plan's order. `programs` replaces the command of a role."""
+    commands = []
+    for role in plan.roles:
+        if role.name == "supervisor":
+            continue
+        component = next(part for part in plan.components if part.name == role.component)
+        python = config.cluster.container.python if config.cluster.container.kind != "none" else sys.executable
+        program = (programs or {}).get(role.name) or (python, "-m", role.module)
+        cpus = component.cpus_per_task if role.name in COMPUTING else 1
+        environment = {name: str(cpus) for name in THREADS}
+        if role.name not in COMPUTING:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        commands.append(
+            Command(
+                role=role.name,
+                rank=None,
+                world_size=len(role.processes),
+                argv=(
+                    *srun(config.cluster, plan, component, allocation, role),
+                    *container_prefix(config.cluster),
+                    *(python, "-m", "vime.launch.step_rank"),
+                    *program,
+                ),
+                finishes=role.name in FINISHES,
+                environment=environment,
+            )
+        )
+    return commands
+
+
+def srun(cluster: Cluster, plan: Plan, component: Component, allocation: Allocation, role: RolePlan) -> list[str]:
+    """The srun of one role, without the program. Its ranks are placed as the plan says."""
+    used = list(dict.fromkeys(process.node for process in role.processes))
+    hosts = [allocation.hosts[component.name][component.nodes.index(node)] for node in used]
+    computing = role.name in COMPUTING
+    each = max(sum(process.node == node for process in role.processes) for node in used)
+    cpus = component.cpus_per_task if computing else 1
+    gpus = gpu_option(cluster, component.gpus_per_node) if computing else []
+    return [*step_options(cluster, plan, component, hosts, len(role.processes), each, cpus, role.name), *gpus]
+
+
+def step_options(
+    cluster: Cluster, plan: Plan, component: Component, hosts: list[str], tasks: int, each: int, cpus: int, name: str
+) -> list[str]:
+    """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers."""
+    group = [f"--het-group={plan.components.index(component)}"] if plan.layout == "hetjob" else []
+    return [
+        "srun",
+        *group,
+        f"--job-name={name}",
+        f"--nodes={len(hosts)}",
+        f"--nodelist={','.join(hosts)}",
+        f"--ntasks={tasks}",
+        # Fills one node after the other, as the plan does; `block` would balance them.
+        f"--distribution=plane={each}",
+        # 22.05 stopped handing down the job's own.
+        f"--cpus-per-task={cpus}",
+        # Steps of one node share it: engine, router and generator, and an idle rank's memory.
+        "--overlap",
+        "--mem=0",
+        "--mpi=none",
+        "--kill-on-bad-exit=1",
+        "--input=none",
+        *cluster.slurm.srun,
+        *pyxis_options(cluster),
+    ]
+
+
+def gpu_option(cluster: Cluster, count: int) -> list[str]:
+    """How a step asks for `count` GPUs of each node; nothing where the site has no such option."""
+    if not count or cluster.device != "cuda" or cluster.slurm.gpus == "none":
+        return []
+    named = f"{cluster.slurm.gpu_type}:{count}" if cluster.slurm.gpu_type else str(count)
+    return [f"--gpus-per-node={named}" if cluster.slurm.gpus == "gpus-per-node" else f"--gres=gpu:{named}"]
+
+
+def pyxis_options(cluster: Cluster) -> list[str]:
+    """The container options of srun, without mounts of the run, which `container_mounts` adds; [] without pyxis."""
+    container = cluster.container
+    if container.kind != "pyxis":
+        return []
+    names = [*ROLE_VARIABLES, *cluster.environment, *container.environment]
+    workdir = [f"--container-workdir={container.workdir}"] if container.workdir else []
+    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    # A variable set in the image beats the host's unless it is named here.
+    environment = [f"--container-env={','.join(names)}"]
+    return [f"--container-image={container.image}", *mounts, *workdir, *environment, *container.extra]
+
+
+def container_prefix(cluster: Cluster) -> list[str]:
+    """What comes before the program where apptainer runs it; [] elsewhere."""
+    container = cluster.container
+    if container.kind != "apptainer":
+        return []
+    binds = [f"--bind={mount}" for mount in container.mounts]
+    workdir = [f"--pwd={container.workdir}"] if container.workdir else []
+    gpus = ["--nv"] if cluster.device == "cuda" else []
+    return ["apptainer", "exec", *gpus, *binds, *workdir, *container.extra, str(container.image)]
+
+
+ROLE_VARIABLES = (
+    "VIME_RUN_DIR",
+    "VIME_STORE",
+    "VIME_ROLE",
+    "VIME_ATTEMPT",
+    "VIME_RUN_TOKEN",
+    "VIME_MODEL",
+    "VIME_LIFELINE",
+    "VIME_INTERFACE",
+    "VIME_STOP_TIMEOUT",
+    "PYTHONUNBUFFERED",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    *THREADS,
+)
+"""What a role is told by its environment, by name, for containers that set variables of their own."""
