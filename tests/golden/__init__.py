@@ -11,7 +11,7 @@ from vime.plan import make_plan
 
 FOLDER = Path(__file__).parent
 PUBLISHED = ("qwen3_4b_grpo", "qwen3_30b_a3b_grpo", "glm45_air_grpo")
-RECIPES = {"a100": PUBLISHED, "h200": PUBLISHED, "gb200": PUBLISHED}
+RECIPES = {"a100": PUBLISHED, "h200": PUBLISHED, "gb200": PUBLISHED, "minislurm": ("tiny_grpo",)}
 LAYOUTS = ("hetjob", "partitioned")
 CASES = [(cluster, layout, recipe) for cluster, recipes in RECIPES.items() for layout in LAYOUTS for recipe in recipes]
 

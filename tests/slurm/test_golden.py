@@ -11,13 +11,14 @@ import pytest
 
 from tests.golden import CASES, golden
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.shape import Nodes, Shape
+from tests.slurm.shape import SMALL, Nodes, Shape
 
 pytestmark = pytest.mark.slow
 
 SHAPES = {
     "a100": Shape((Nodes("gpu", 10, cpus=128, gpus=8),)),
     "h200": Shape((Nodes("gpu", 6, cpus=112, gpus=8),)),
+    "minislurm": SMALL,
 }
 Clusters = Callable[[Shape], SlurmCluster]
 
