@@ -48,6 +48,14 @@ if ! is_311 "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/nu
     "$python" -m venv "$venv"
 fi
 
+# One package of the lock (pycosat, which reasoning_gym imports) has no wheel and is compiled.
+if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+    as_root_install gcc libc6-dev python3.11-dev || {
+        say "needs a C compiler and found none: as root, apt-get install gcc libc6-dev python3.11-dev"
+        exit 1
+    }
+fi
+
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq --no-input "$@"; }
 
 for list in "$@"; do
