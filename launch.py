@@ -24,9 +24,12 @@ except ModuleNotFoundError as missing:
 
 USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ...] [options]
        python launch.py --resume RUN [dotted.key=value ...] [options]
+       python launch.py sweep=FILE [cluster=NAME] [recipe=NAME] [dotted.key=value ...] [options]
 
   cluster=NAME       a file in clusters/, or a path
   recipe=NAME        a file in configs/, or a path
+  sweep=FILE         runs the recipe with every combination of the file's values (see vime/sweep.py);
+                     sweep.parallel=N at once
   dotted.key=value   changes one value, such as training.learning_rate=1e-6; values are YAML
 
   --dry-run          show the plan; start nothing and write nothing
@@ -42,11 +45,13 @@ FLAGS = ("--dry-run", "--json", "--wait", "--no-wait", "--help")
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asked for: a cluster and a recipe, or a run to resume."""
+    """What the command line asked for: a cluster and a recipe, a sweep of them, or a run to resume."""
 
     cluster: str
     recipe: str
     resume: str | None
+    sweep: str | None
+    parallel: int | None
     overrides: tuple[str, ...]
     dry_run: bool
     as_json: bool
@@ -72,7 +77,7 @@ def parse(arguments: list[str]) -> Command:
             flags.add(argument)
         elif not equals:
             raise UserError(f"{argument!r} is not an option or key=value; see --help")
-        elif key in ("cluster", "recipe"):
+        elif key in ("cluster", "recipe", "sweep", "sweep.parallel"):
             if key in names:
                 raise UserError(f"{key}= is given twice: {names[key]} and {value}")
             names[key] = value
@@ -81,7 +86,7 @@ def parse(arguments: list[str]) -> Command:
     for key in ("cluster", "recipe"):
         if resume is not None and key in names:
             raise UserError(f"--resume takes {key} from the run; leave {key}= out")
-        if resume is None and key not in names:
+        if resume is None and key not in names and "sweep" not in names:
             raise UserError(f"{key}=NAME is missing; see --help")
     if {"--wait", "--no-wait"} <= flags:
         raise UserError("--wait and --no-wait exclude each other")
@@ -90,8 +95,21 @@ def parse(arguments: list[str]) -> Command:
     wait = True if "--wait" in flags else False if "--no-wait" in flags else None
     if resume is not None and "--dry-run" in flags:
         raise UserError("--dry-run shows a new run; it cannot be used with --resume")
-    cluster, recipe = names.get("cluster", ""), names.get("recipe", "")
-    return Command(cluster, recipe, resume, tuple(overrides), "--dry-run" in flags, "--json" in flags, wait)
+    if resume is not None and "sweep" in names:
+        raise UserError("--resume continues one run; leave sweep= out")
+    if "sweep.parallel" in names and not (names["sweep.parallel"].isdecimal() and int(names["sweep.parallel"])):
+        raise UserError(f"sweep.parallel={names['sweep.parallel']} must be a whole number of at least 1")
+    return Command(
+        cluster=names.get("cluster", ""),
+        recipe=names.get("recipe", ""),
+        resume=resume,
+        sweep=names.get("sweep"),
+        parallel=int(names["sweep.parallel"]) if "sweep.parallel" in names else None,
+        overrides=tuple(overrides),
+        dry_run="--dry-run" in flags,
+        as_json="--json" in flags,
+        wait=wait,
+    )
 
 
 def run(command: Command) -> int:
@@ -100,6 +118,8 @@ def run(command: Command) -> int:
         from vime.launch.submit import resume
 
         return resume(Path(command.resume), command.overrides, wait=command.wait)
+    if command.sweep is not None:
+        return run_sweep(command, command.sweep)
     config: Config = compose(command.cluster, command.recipe, command.overrides)
     plan = make_plan(config)
     if command.dry_run:
@@ -115,6 +135,22 @@ def run(command: Command) -> int:
     check_ready(config)
     wait = config.cluster.scheduler == "local" if command.wait is None else command.wait
     return submit(config, plan, wait=wait)
+
+
+def run_sweep(command: Command, file: str) -> int:
+    """Show or submit every combination of a sweep file; returns the exit code. Raises UserError."""
+    from vime.sweep import read_sweep
+
+    sweep = read_sweep(Path(file), command.cluster or None, command.recipe or None, command.overrides)
+    if command.dry_run:
+        from vime.launch.sweep_members import print_sweep
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        print_sweep(sweep, command.as_json)
+        return 0
+    from vime.launch.sweep import submit_sweep
+
+    return submit_sweep(sweep, command.parallel, wait=command.wait)
 
 
 def show_help(arguments: list[str]) -> None:

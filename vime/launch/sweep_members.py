@@ -1,0 +1,104 @@
+"""The combinations of a sweep, composed and planned: what a person is shown before anything is submitted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vime.compose import compose
+from vime.config import Config
+from vime.errors import UserError
+from vime.launch.preview import preview_data, print_preview
+from vime.launch.script import sbatch_text
+from vime.plan import Plan, make_plan
+from vime.sweep import Combination, Slot, Sweep, look
+
+
+@dataclass(frozen=True)
+class Member:
+    """One combination, ready to be submitted."""
+
+    slot: Slot
+    config: Config
+    plan: Plan
+
+    @property
+    def due(self) -> bool:
+        """Whether a run is to be started."""
+        return self.slot.start is not None
+
+
+def members(sweep: Sweep, *more: str) -> list[Member]:
+    """Every combination composed and planned, with `more` overrides. Raises UserError for the first that is wrong."""
+    return [plan_member(sweep, combination, more) for combination in sweep.combinations]
+
+
+def plan_member(sweep: Sweep, combination: Combination, more: Sequence[str]) -> Member:
+    """One combination composed and planned. Raises UserError that names it."""
+    try:
+        config = compose(sweep.cluster, sweep.recipe, [*combination.overrides, *more])
+        slot = look(config.run.root / sweep.name, combination)
+        place = {"root": config.run.root / sweep.name, "name": slot.start or combination.name}
+        config = config.model_copy(update={"run": config.run.model_copy(update=place)})
+        return Member(slot, config, make_plan(config))
+    except UserError as error:
+        raise UserError(f"combination {combination.index} of {sweep.name}: {error}") from None
+
+
+def show(found: Sequence[Member], console: Console) -> None:
+    """The sweep as a table: what each combination is and where it stands."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("task", "run", "nodes", "state", "now"):
+        table.add_column(column, overflow="fold")
+    for member in found:
+        slot = member.slot
+        action = "nothing to do" if slot.state == "completed" else "goes on"
+        if slot.start is not None:
+            action = "starts" if slot.start == slot.combination.name else f"starts {slot.start}"
+        table.add_row(str(slot.combination.index), slot.combination.name, str(member.plan.nodes), slot.state, action)
+    console.print(table)
+
+
+def array_command(sweep: Sweep, found: Sequence[Member], arguments: Sequence[str], parallel: int | None) -> str:
+    """The sbatch command that runs the sweep as an array: the size of the largest combination for every task."""
+    member = max(found, key=lambda member: member.plan.nodes)
+    text = sbatch_text(member.config, member.plan, run_dir=member.config.run.root / "x", command=["true"])
+    # What sweep.sbatch says itself, and what an array has of its own.
+    left_out = ("job-name", "comment", "output", "open-mode", "chdir", "no-requeue", "requeue")
+    options = [
+        match[1]
+        for match in re.finditer(r"^#SBATCH (--([a-z-]+)\S*.*)$", text, re.MULTILINE)
+        if match[2] not in left_out
+    ]
+    limit = parallel or sweep.parallel
+    tasks = f"--array=0-{len(found) - 1}" + (f"%{limit}" if limit else "")
+    return " ".join(["sbatch", tasks, *options, "sbatch/sweep.sbatch", *arguments])
+
+
+def print_sweep(sweep: Sweep, as_json: bool) -> None:
+    """The dry run of a sweep: all combinations, and the first one that would start in full."""
+    found = members(sweep)
+    if as_json:
+        rows: list[dict[str, Any]] = [
+            {
+                "index": member.slot.combination.index,
+                "state": member.slot.state,
+                "start": member.slot.start,
+                "overrides": list(member.slot.combination.overrides),
+                **preview_data(member.config, member.plan),
+            }
+            for member in found
+        ]
+        print(json.dumps({"sweep": sweep.name, "combinations": rows}, indent=2))
+        return
+    show(found, Console(highlight=False))
+    first = next((member for member in found if member.due), None)
+    if first is not None:
+        print_preview(first.config, first.plan, False)
