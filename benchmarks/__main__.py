@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.row import Row
+from vime.launch.commands import thread_counts
 
 NAMES = ("training_step", "rollout", "weight_transfer", "logprob_memory", "buffer")
 QUIET = {
@@ -39,7 +40,8 @@ def main() -> int:
     unknown = [name for name in arguments.names if name not in NAMES]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
-    os.environ.update(QUIET)
+    # This process does what a generator does, with a generator's one thread. Set before torch is imported.
+    os.environ.update(QUIET | thread_counts(None))
     notes = Console(stderr=True)
     machine = {"cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     results: dict[str, Any] = {}

@@ -7,6 +7,7 @@ its peak resident memory beyond what any implementation must hold: logprobs, ent
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.row import Row
+from vime.launch.commands import thread_counts
 from vime.training.logprobs import vocab_parallel_logprobs
 
 CANDIDATES = ("chunked", "chunked_entropy", "plain")
@@ -71,7 +73,8 @@ def _mb(size: float) -> str:
 
 def _in_fresh_process(candidate: str, sizes: dict[str, int]) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.logprob_memory", candidate, json.dumps(sizes)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300)
+    environment = os.environ | thread_counts(1)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=300)
     answer: dict[str, float] = json.loads(done.stdout)
     return answer
 
