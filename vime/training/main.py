@@ -13,16 +13,22 @@ from vime.buffer.manifest import Manifest
 from vime.buffer.reader import BufferReader
 from vime.compose import load_resolved
 from vime.config import Config
+from vime.errors import UserError
 from vime.role import Role, die_with_parent
 from vime.run_dir import RunDir, utc_now
+from vime.training.inbox import Inbox
 
 if TYPE_CHECKING:
+    from vime.training.checkpoint import Checkpoints
     from vime.training.learner import Learner
     from vime.training.weights import Update, WeightSync
 
 
 def main() -> int:
-    """Train the run's steps. Returns the exit code; a failure is an exception, whose traceback is the log's tail."""
+    """Train the run's steps. Returns the exit code; a failure is an exception, whose traceback is the log's tail.
+
+    A stop that the supervisor asked for ends with 0 as well, before the last step.
+    """
     die_with_parent()
     role = Role.from_environment()
     run = RunDir(role.run_dir)
@@ -34,7 +40,11 @@ def main() -> int:
 
         cpu.enable()
     control = Control.connect(role, config.cluster.startup_timeout)
-    Trainer(config, role, run, control).run()
+    try:
+        Trainer(config, role, run, control).run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -45,6 +55,7 @@ class Trainer:
         from torch.distributed import PrefixStore
 
         from vime.training import parallel
+        from vime.training.checkpoint import Checkpoints
         from vime.training.learner import Learner
 
         self.config, self.role, self.run_dir, self.control = config, role, run, control
@@ -52,6 +63,7 @@ class Trainer:
         self._event("started")
         parallel.initialize(config, PrefixStore("trainer", control.store), role.rank, role.world_size)
         self.learner: Learner = Learner(config, role.model)
+        self.checkpoints: Checkpoints = Checkpoints(self.learner, run.checkpoints, config, role.attempt)
         self.reader = BufferReader(run, config.buffer)
         self.sync: WeightSync | None = None
         if config.rollout.engines:
@@ -59,14 +71,22 @@ class Trainer:
 
             self.sync = WeightSync(config, role, control.clone(), self.learner)
         self.step = 0
-        self.messages = 0
+        self.cursor: dict[str, Any] = {}
+        """Of the prompt stream after the last batch that was trained."""
+        self.saved = -1
+        """Step of the newest complete checkpoint."""
+        self.inbox = Inbox(control, config.buffer.wait_timeout)
 
     def run(self) -> None:
-        """Train until the last step."""
+        """Train until the last step, or until the supervisor asks to stop."""
         from vime.training import parallel
 
+        if self.role.attempt > 1:
+            self._resume()
         if self.first:
-            self.control.put("start", {"step": self.step, "cursor": {}})
+            self.control.put("start", {"step": self.step, "cursor": self.cursor})
+            if self.step:
+                self.control.publish_consumed(self.step)  # who waits for an earlier attempt's batch waits for nothing
         if self.sync is not None:
             self.sync.connect()
         self._event("ready")
@@ -80,13 +100,44 @@ class Trainer:
                 self._readmit(message)
                 self._publish()
             elif isinstance(message, StopMessage):
+                if message.save:
+                    self._save()
                 break
             else:
                 assert manifest is not None
                 ended = self._train(manifest, waited, ended)
-        self._finish()
+                if self.config.training.save_interval and self.step % self.config.training.save_interval == 0:
+                    self._save()
+        else:
+            self._finish()
         parallel.shutdown()
-        self._event("stopped")
+        self._event("stopped", step=self.step)
+
+    def _resume(self) -> None:
+        """Go on where the newest complete checkpoint ended."""
+        loaded = self.checkpoints.load()
+        self.step, self.cursor, self.saved = loaded.step, loaded.cursor, loaded.step
+        for incomplete in loaded.incomplete:
+            self._event("checkpoint_incomplete", **incomplete)
+        self._event(
+            "checkpoint_loaded",
+            step=loaded.step,
+            path=loaded.path,
+            saved_by_attempt=loaded.attempt,
+            same_layout=loaded.same_layout,
+            seconds=loaded.seconds,
+            bytes=loaded.bytes,
+        )
+
+    def _save(self) -> None:
+        """Save a checkpoint, and drop the batches that it covers."""
+        if self.saved == self.step:
+            return
+        saved = self.checkpoints.save(self.step, self.cursor)
+        self.saved = self.step
+        self._event("checkpoint_saved", **asdict(saved))
+        if self.first:
+            self.reader.collect(self.step)
 
     def _next(self) -> tuple[BatchMessage | EngineMessage | StopMessage, Manifest | None]:
         """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
@@ -94,14 +145,10 @@ class Trainer:
 
         kind, body = b"", b""
         if self.first:
-            timeout = self.config.buffer.wait_timeout
-            message = self.control.next_message(
-                self.messages, timeout, f"the batch of step {self.step + 1} from the generator"
-            )
+            message = self.inbox.next(f"the batch of step {self.step + 1} from the generator")
             kind = message.model_dump_json().encode()
             if isinstance(message, BatchMessage):
                 body = self.reader.manifest(message).to_bytes()
-        self.messages += 1
         received = parse_message(broadcast_bytes(kind))
         data = broadcast_bytes(body)
         return received, Manifest.from_bytes(data) if isinstance(received, BatchMessage) else None
@@ -117,6 +164,7 @@ class Trainer:
         metrics = self.learner.train(loaded)
         trained = time.monotonic() - started
         self.step += 1
+        self.cursor = manifest.cursor
         updating = self._publish()
         now = time.monotonic()
         if self.first:
@@ -175,6 +223,9 @@ class Trainer:
         self.sync.connect()
 
     def _finish(self) -> None:
+        """What remains after the last step."""
+        if self.config.training.save_interval:
+            self._save()
         if self.config.training.export:
             from vime.training.exporting import export
 

@@ -1,0 +1,214 @@
+"""A checkpoint goes on as if nothing had been interrupted, in any layout, and a kill never costs the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.ranks import Ranks, tiny_config
+from tests.training.test_model import TINY
+from tests.training.test_step import ADAM_EPS, write_batch
+from vime.buffer.manifest import Manifest
+from vime.models.tiny import make_tiny
+from vime.run_dir import RunDir
+
+STEPS = 4
+TRAINING = {
+    "learning_rate": 1e-3,
+    "adam_eps": ADAM_EPS,
+    "warmup_steps": 3,  # each step has its own learning rate
+    "schedule": "cosine",
+    "steps": STEPS,
+    "weight_decay": 0.1,
+}
+
+
+def _train(
+    rank: int,
+    store: Any,
+    world_size: int,
+    model: Path,
+    folder: Path,
+    batches: list[tuple[Path, Manifest]],
+    training: dict[str, Any],
+    *,
+    until: int,
+    resume: bool,
+    sections: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Steps until `until`, one batch each, then a save. Loads first when `resume`."""
+    from vime.buffer.reader import BufferReader
+    from vime.training import batch, hf_weights, parallel
+    from vime.training.checkpoint import Checkpoints
+    from vime.training.learner import Learner
+
+    config = tiny_config(training={**TRAINING, "ranks": world_size, **training}, **(sections or {}))
+    parallel.initialize(config, store, rank, world_size)
+    learner = Learner(config, model)
+    checkpoints = Checkpoints(learner, folder, config, attempt=1)
+    done, loaded = 0, None
+    if resume:
+        loaded = checkpoints.load()
+        done = loaded.step
+    metrics = []
+    for run, manifest in batches[done:until]:
+        metrics.append(learner.train(batch.load(manifest, BufferReader(RunDir(run), config.buffer), config, version=0)))
+        torch.rand(1 + rank)  # a random state that a load must bring back
+    saved = checkpoints.save(until, {"epoch": 0, "position": until})
+    weights = dict(hf_weights.export(learner.policy, torch.float32)) if parallel.is_first_replica() else {}
+    return {
+        "metrics": metrics,
+        "weights": weights,
+        "saved": saved,
+        "loaded": loaded,
+        "random": torch.get_rng_state(),
+        "lr": learner.optimizer.param_groups[0]["lr"],
+    }
+
+
+def _tensors(rank: int, store: Any, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole: weights, master weights and Adam's moments."""
+    from megatron.core import dist_checkpointing
+
+    from vime.training import parallel
+
+    parallel.initialize(tiny_config(training={"ranks": 1}), store, rank, world_size)
+    return {k: v for k, v in dist_checkpointing.load_plain_tensors(str(path)).items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Path, Manifest]]]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_tiny(TINY, folder / "hf")
+    batches = []
+    for step in range(STEPS):
+        run = folder / f"run{step}"
+        batches.append((run, write_batch(run, seed=10 + step)))
+    return folder / "hf", batches
+
+
+LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "dp2_tp2_pp2_one": [
+        (2, {}),
+        (2, {"tensor_parallel": 2}),
+        (2, {"pipeline_parallel": 2}),
+        (1, {}),
+    ],
+    "tp2_sp_dp2_pp2_dp2": [
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (2, {}),
+        (2, {"pipeline_parallel": 2}),
+        (2, {}),
+    ],
+    "plain_optimizer": [
+        (2, {"distributed_optimizer": False}),
+        (1, {"distributed_optimizer": False}),
+        (2, {"distributed_optimizer": False, "tensor_parallel": 2}),
+        (2, {"distributed_optimizer": False, "pipeline_parallel": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize("chain", LAYOUTS)
+def test_each_step_in_another_layout_is_an_uninterrupted_run(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, chain: str
+) -> None:
+    model, batches = prepared
+    plain = {"distributed_optimizer": False} if chain == "plain_optimizer" else {}
+    (expected,) = ranks.run(1, _uninterrupted, model, tmp_path / "whole", batches, plain)
+    parts = []
+    for step, (world_size, training) in enumerate(LAYOUTS[chain], start=1):
+        results = ranks.run(world_size, _part, model, tmp_path / "parts", batches, training, step)
+        parts.append(results[0])
+        for result in results:
+            assert result["metrics"] == [pytest.approx(expected["metrics"][step - 1], abs=1e-5, rel=1e-5)]
+    assert [part["metrics"][0]["train/lr"] for part in parts] == [m["train/lr"] for m in expected["metrics"]]
+    assert len({m["train/lr"] for m in expected["metrics"]}) == STEPS  # a lost schedule would show
+    assert parts[-1]["lr"] == expected["lr"]
+    for name, tensor in expected["weights"].items():
+        assert (parts[-1]["weights"][name] - tensor).abs().max() < 1e-5, name
+    (whole,) = ranks.run(1, _tensors, tmp_path / "whole" / f"step_{STEPS}")
+    (last,) = ranks.run(1, _tensors, tmp_path / "parts" / f"step_{STEPS}")
+    assert whole.keys() == last.keys()
+    assert any("exp_avg_sq" in name for name in whole)
+    for name, tensor in whole.items():
+        assert (last[name] - tensor).abs().max() < 1e-5, name
+    moved = max(float(tensor.abs().max()) for name, tensor in whole.items() if "exp_avg." in name)
+    assert moved > 1e-3  # moments that 1e-5 can tell from lost ones
+
+
+def _uninterrupted(
+    rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, training: Any
+) -> Any:
+    return _train(rank, store, world_size, model, folder, batches, training, until=STEPS, resume=False)
+
+
+def _part(
+    rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, training: Any, step: int
+) -> Any:
+    return _train(rank, store, world_size, model, folder, batches, training, until=step, resume=step > 1)
+
+
+def test_random_states_come_back_in_the_same_layout(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path
+) -> None:
+    model, batches = prepared
+    before = ranks.run(2, _part, model, tmp_path, batches, {"tensor_parallel": 2}, 1)
+    after = ranks.run(2, _random_after_load, model, tmp_path, {"tensor_parallel": 2})
+    assert not torch.equal(before[0]["random"], before[1]["random"])  # each rank has its own
+    for saved, (loaded, state) in zip(before, after, strict=True):
+        assert loaded.same_layout
+        assert (loaded.step, loaded.cursor, loaded.attempt) == (1, {"epoch": 0, "position": 1}, 1)
+        assert torch.equal(state, saved["random"])
+    for loaded, _ in ranks.run(1, _random_after_load, model, tmp_path, {}):
+        assert not loaded.same_layout
+
+
+def _random_after_load(
+    rank: int, store: Any, world_size: int, model: Path, folder: Path, training: dict[str, Any]
+) -> tuple[Any, torch.Tensor]:
+    from vime.training import parallel
+    from vime.training.checkpoint import Checkpoints
+    from vime.training.learner import Learner
+
+    config = tiny_config(training={**TRAINING, "ranks": world_size, **training})
+    parallel.initialize(config, store, rank, world_size)
+    torch.rand(7)
+    return Checkpoints(Learner(config, model), folder, config, attempt=2).load(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_stop_before_the_first_step_can_be_resumed(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, distributed: bool
+) -> None:
+    model, batches = prepared
+    layout = {"distributed_optimizer": distributed}
+    ranks.run(1, _part, model, tmp_path, batches, layout, 0)
+    (resumed,) = ranks.run(1, _resumed_at_zero, model, tmp_path, batches, layout)
+    (fresh,) = ranks.run(1, _part, model, tmp_path / "fresh", batches, layout, 1)
+    assert resumed["loaded"].step == 0
+    assert resumed["metrics"] == fresh["metrics"]
+    for name, tensor in fresh["weights"].items():
+        assert torch.equal(resumed["weights"][name], tensor), name
+
+
+def _resumed_at_zero(
+    rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, training: Any
+) -> Any:
+    return _train(rank, store, world_size, model, folder, batches, training, until=1, resume=True)
+
+
+def test_a_changed_learning_rate_is_this_runs(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path
+) -> None:
+    model, batches = prepared
+    ranks.run(1, _part, model, tmp_path, batches, {}, 1)
+    (resumed,) = ranks.run(1, _part, model, tmp_path, batches, {"learning_rate": 2e-3}, 2)
+    (usual,) = ranks.run(1, _uninterrupted, model, tmp_path / "usual", batches, {})
+    assert resumed["metrics"][0]["train/lr"] == pytest.approx(
+        # The place in the warm-up is kept: from learning_rate / 3 to learning_rate.
+        2 * usual["metrics"][1]["train/lr"]
+    )

@@ -1,0 +1,257 @@
+"""Checkpoints of the policy in training, by Megatron's distributed checkpointing.
+
+Tensors are saved by the ranks that hold them and can be loaded in another parallel layout. A rank gathers at most the
+optimizer state of its own part of the model over its replicas.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import random as parallel_random
+
+from vime.buffer.files import wait_for_file
+from vime.config import Config
+from vime.errors import UserError
+from vime.run_dir import utc_now
+from vime.training.broadcast import broadcast_json
+from vime.training.checkpoint_folder import (
+    Complete,
+    Facts,
+    Incomplete,
+    begin,
+    commit,
+    fixed_settings,
+    newest,
+    prune,
+)
+from vime.training.checkpoint_writer import save_strategy
+from vime.training.learner import Learner
+
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Optimizer state as tensors of the parameters' shapes, which fit every layout. Pass a copy: Megatron adds to it."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was just completed. seconds: the whole, on this rank; bytes: of its files."""
+
+    step: int
+    path: str
+    seconds: float
+    bytes: int
+    deleted: list[int]
+    """Steps of older checkpoints that were deleted after it."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that training goes on from."""
+
+    step: int
+    path: str
+    cursor: dict[str, Any]
+    attempt: int
+    """The attempt that saved it."""
+    seconds: float
+    bytes: int
+    same_layout: bool
+    """Whether tensor and pipeline sizes are those it was saved with; else random states start anew from the seed."""
+    incomplete: list[dict[str, str]]
+    """path and reason of the incomplete checkpoints that were passed over."""
+
+
+class Checkpoints:
+    """Saves and loads one learner. Both are collectives over all trainer ranks."""
+
+    def __init__(self, learner: Learner, folder: Path, config: Config, attempt: int) -> None:
+        self._learner = learner
+        self._folder = folder
+        self._config = config
+        self._attempt = attempt
+        self._strategy = save_strategy()
+        self._checked = False
+
+    def save(self, step: int, cursor: Mapping[str, Any]) -> Saved:
+        """Save the state after `step` optimizer steps; then delete all but the newest `training.keep_checkpoints`.
+
+        The checkpoint appears whole or not at all. cursor: of the prompt stream after the last batch that was trained.
+        """
+        started = time.monotonic()
+        first = dist.get_rank() == 0
+        writing = Path(broadcast_json(str(begin(self._folder, step)) if first else None))
+        give_state(self._learner.optimizer)
+        dist_checkpointing.save(
+            self._state(loading=False, with_random=True),
+            str(writing),
+            self._strategy,
+            # What ranks hold does not change from save to save.
+            validate_access_integrity=not self._checked,
+            content_metadata=dict(FORMAT),
+        )
+        self._checked = True
+        result: dict[str, Any] = {}
+        if first:
+            training = self._config.training
+            checkpoint = commit(
+                writing,
+                Facts(
+                    step=step,
+                    cursor=dict(cursor),
+                    attempt=self._attempt,
+                    time=utc_now(),
+                    tensor_parallel=training.tensor_parallel,
+                    pipeline_parallel=training.pipeline_parallel,
+                    settings=fixed_settings(self._config),
+                ),
+            )
+            deleted = prune(self._folder, training.keep_checkpoints)
+            result = {"path": str(checkpoint.path), "bytes": checkpoint.bytes, "deleted": deleted}
+        result = broadcast_json(result)
+        return Saved(step=step, seconds=time.monotonic() - started, **result)
+
+    def load(self) -> Loaded:
+        """Load the newest complete checkpoint into the learner.
+
+        Raises UserError on every rank when there is none, or it belongs to another configuration.
+        """
+        started = time.monotonic()
+        checkpoint, incomplete = self._newest()
+        facts = checkpoint.facts
+        training = self._config.training
+        same_layout = (facts.tensor_parallel, facts.pipeline_parallel) == (
+            training.tensor_parallel,
+            training.pipeline_parallel,
+        )
+        for name, size in facts.files.items():
+            wait_for_file(checkpoint.path / name, size, self._config.buffer.file_timeout)
+        learner = self._learner
+        give_state(learner.optimizer)
+        loaded = dist_checkpointing.load(self._state(loading=True, with_random=same_layout), str(checkpoint.path))
+        configured = [
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in learner.optimizer.param_groups
+        ]
+        learner.policy.load_state_dict(loaded["model"])
+        _load_optimizer(learner.optimizer, loaded["optimizer"])
+        give_state(learner.optimizer)
+        # Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's.
+        for group, settings in zip(learner.optimizer.param_groups, configured, strict=True):
+            group.update(settings)
+        learner.scheduler.step(increment=loaded["scheduler"]["num_steps"] - learner.scheduler.num_steps)
+        if same_layout:
+            _set_random_states(loaded["random"][0])
+        return Loaded(
+            step=facts.step,
+            path=str(checkpoint.path),
+            cursor=facts.cursor,
+            attempt=facts.attempt,
+            seconds=time.monotonic() - started,
+            bytes=checkpoint.bytes,
+            same_layout=same_layout,
+            incomplete=[{"path": str(one.path), "reason": one.reason} for one in incomplete],
+        )
+
+    def _newest(self) -> tuple[Complete, list[Incomplete]]:
+        """Rank 0's choice, on every rank: nodes may see a shared folder at different times."""
+        choice: dict[str, Any] = {}
+        incomplete: list[Incomplete] = []
+        if dist.get_rank() == 0:
+            try:
+                checkpoint, incomplete = newest(self._folder, self._config)
+                choice = {"path": str(checkpoint.path), "facts": checkpoint.facts.model_dump(mode="json")}
+            except UserError as error:
+                choice = {"error": str(error)}
+        choice = broadcast_json(choice)
+        if "error" in choice:
+            raise UserError(choice["error"])
+        return Complete(Path(choice["path"]), Facts.model_validate(choice["facts"])), incomplete
+
+    def _state(self, *, loading: bool, with_random: bool) -> dict[str, Any]:
+        learner = self._learner
+        model = learner.policy.sharded_state_dict(metadata=dict(FORMAT))
+        optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(FORMAT))
+        state = {"model": model, "optimizer": optimizer}
+        if with_random:
+            state["random"] = ShardedObject(
+                "random",
+                [_random_states()],
+                (
+                    parallel_state.get_pipeline_model_parallel_world_size(),
+                    parallel_state.get_tensor_model_parallel_world_size(),
+                ),
+                (
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_tensor_model_parallel_rank(),
+                ),
+                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            )
+        if not loading:
+            state["scheduler"] = learner.scheduler.state_dict()
+        return state
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron chains an optimizer of dense and one of expert parameters, or has one alone."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    parts = _parts(optimizer)
+    for index, part in enumerate(parts):
+        state = loaded if len(parts) == 1 else loaded[index]
+        tensors = state.pop("param_state", None)
+        part.load_state_dict(state)
+        if tensors is None:  # not distributed: its tensors were among the rest
+            continue
+        # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
+        # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
+        adam = part.optimizer.state
+        steps = {parameter: state.pop("step") for parameter, state in adam.items() if "step" in state}
+        part.load_parameter_state_from_fully_reshardable(tensors)
+        for parameter, step in steps.items():
+            adam[parameter]["step"] = step.clone()
+
+
+def give_state(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter that was never stepped the state that Adam begins with.
+
+    Megatron can neither save nor load an optimizer without it.
+    """
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for state in part.optimizer.state.values():
+                # torch's Adam counts steps a parameter, which that function and a loaded step of 0 leave out.
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of every random number generator that training may use."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # for code that users bring
+    return {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "device": parallel_random._get_cuda_rng_state(),
+        "tracker": parallel_random.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    parallel_random._set_cuda_rng_state(states["device"])
+    parallel_random.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,190 @@
+"""The folder of a run's checkpoints: which are complete, how one appears whole, which old ones go. No torch, no model.
+
+A checkpoint is written as `.step_<n>.tmp`; its marker is its last file, and then it gets its name. Nothing else counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vime.buffer.files import sync_folder
+from vime.config import Config
+from vime.errors import UserError
+from vime.run_dir import write_atomic
+
+MARKER = "complete"
+"""The file that is written last, JSON. It lists the others with their sizes: a torn copy does not pass either."""
+FIXED = (
+    "model.path",
+    "model.tiny",
+    "data.source",
+    "data.task",
+    "data.task_args",
+    "data.size",
+    "data.held_out",
+    "data.path",
+    "data.shuffle",
+    "algorithm.name",
+    "training.dtype",
+    "training.distributed_optimizer",
+    "run.seed",
+)
+"""Settings that a resumed run must share with its checkpoint: with others the weights do not fit, or the prompt cursor
+points into a different stream. Parallel sizes, learning rates, numbers of steps and the like may change."""
+
+
+class Facts(BaseModel):
+    """What a checkpoint says of itself besides its tensors: the content of its marker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0)
+    """Optimizer steps done; also the policy version."""
+    cursor: dict[str, Any]
+    """Where the prompt stream stood after the last batch that was trained; {} at the beginning."""
+    attempt: int
+    time: str
+    """When it was saved, UTC."""
+    tensor_parallel: int
+    pipeline_parallel: int
+    settings: dict[str, Any]
+    """The settings of FIXED."""
+    files: dict[str, int] = {}
+    """Name and bytes of every other file."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A checkpoint that can be loaded."""
+
+    path: Path
+    facts: Facts
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files, without the marker."""
+        return sum(self.facts.files.values())
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A folder that a save left unfinished, or that was damaged later. Never loaded."""
+
+    path: Path
+    reason: str
+
+
+def survey(folder: Path) -> tuple[list[Complete], list[Incomplete]]:
+    """Every checkpoint in `folder`: the complete ones by step, oldest first, and what is incomplete."""
+    complete, incomplete = [], []
+    for step, path, finished in _folders(folder):
+        if not finished:
+            incomplete.append(Incomplete(path, "its saving was interrupted"))
+            continue
+        found = _read(path, step)
+        if isinstance(found, Complete):
+            complete.append(found)
+        else:
+            incomplete.append(found)
+    return sorted(complete, key=lambda checkpoint: checkpoint.facts.step), incomplete
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A fresh folder to write the checkpoint of `step` into. Deletes what interrupted saves left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path)
+    writing = folder / f".step_{step}.tmp"
+    writing.mkdir(mode=0o700)
+    return writing
+
+
+def commit(writing: Path, facts: Facts) -> Complete:
+    """Make what `begin` gave and the ranks have filled the checkpoint of `facts.step`; all of it is on disk then."""
+    files = {}
+    for path in sorted(writing.iterdir()):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            files[path.name] = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    facts = facts.model_copy(update={"files": files})
+    write_atomic(writing / MARKER, facts.model_dump_json(indent=2) + "\n")
+    sync_folder(writing)
+    target = writing.with_name(f"step_{facts.step}")
+    if target.exists():  # incomplete, or of an attempt whose later steps were lost: this one replaces it
+        _delete(target)
+    writing.rename(target)
+    sync_folder(target.parent)
+    return Complete(target, facts)
+
+
+def prune(folder: Path, keep: int) -> list[int]:
+    """Delete all complete checkpoints but the newest `keep`; returns the steps deleted. Only after a `commit`."""
+    old = survey(folder)[0][:-keep]
+    for checkpoint in old:
+        _delete(checkpoint.path)
+    return [checkpoint.facts.step for checkpoint in old]
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """The settings of FIXED, as JSON."""
+    values = config.model_dump(mode="json")
+    return {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in FIXED}
+
+
+def newest(folder: Path, config: Config) -> tuple[Complete, list[Incomplete]]:
+    """The newest complete checkpoint, which must be one of this configuration, and the incomplete ones.
+
+    Raises UserError when there is none to resume from, or a setting of FIXED differs.
+    """
+    complete, incomplete = survey(folder)
+    if not complete:
+        saves = "" if config.training.save_interval else "; training.save_interval is 0, which saves none"
+        others = "".join(f"; {one.path.name} is incomplete: {one.reason}" for one in incomplete)
+        raise UserError(f"cannot resume: {folder} has no complete checkpoint{saves}{others}")
+    checkpoint = complete[-1]
+    for key, value in fixed_settings(config).items():
+        saved = checkpoint.facts.settings.get(key)
+        if saved != value:
+            raise UserError(f"cannot resume: {checkpoint.path} was saved with {key}={saved}, which is {value} now")
+    return checkpoint, incomplete
+
+
+def _folders(folder: Path) -> Iterator[tuple[int, Path, bool]]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := re.fullmatch(r"step_(\d+)|\.step_(\d+)\.tmp", path.name):
+            yield int(match[1] or match[2]), path, match[1] is not None
+
+
+def _read(path: Path, step: int) -> Complete | Incomplete:
+    try:
+        facts = Facts.model_validate_json((path / MARKER).read_bytes())
+    except FileNotFoundError:
+        return Incomplete(path, f"it has no {MARKER}")
+    except (OSError, ValidationError) as error:
+        return Incomplete(path, f"its {MARKER} does not read: {str(error).partition(chr(10))[0]}")
+    if facts.step != step:
+        return Incomplete(path, f"its {MARKER} is that of step {facts.step}")
+    for name, size in facts.files.items():
+        file = path / name
+        seen = file.stat().st_size if file.is_file() else None
+        if seen != size:
+            return Incomplete(path, f"{name} {'is missing' if seen is None else f'has {seen} of {size} bytes'}")
+    return Complete(path, facts)
+
+
+def _delete(path: Path) -> None:
+    # Under another name first: a kill halfway must not leave a checkpoint that looks damaged.
+    doomed = path.with_name(f".{path.name}.deleted")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
