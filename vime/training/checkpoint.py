@@ -145,7 +145,6 @@ class Checkpoints:
         ]
         learner.policy.load_state_dict(loaded["model"])
         _load_optimizer(learner.optimizer, loaded["optimizer"])
-        give_state(learner.optimizer)
         # Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's.
         for group, settings in zip(learner.optimizer.param_groups, configured, strict=True):
             group.update(settings)
@@ -207,14 +206,22 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
 
 
+def _counts_steps(part: Any) -> bool:
+    """Whether it is torch's Adam, which counts steps a parameter; Transformer Engine's counts once."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     parts = _parts(optimizer)
     for index, part in enumerate(parts):
         state = loaded if len(parts) == 1 else loaded[index]
         tensors = state.pop("param_state", None)
-        part.load_state_dict(state)
-        if tensors is None:  # not distributed: its tensors were among the rest
+        if tensors is None:  # not distributed: its tensors are among the rest
+            if _counts_steps(part):  # of which Megatron leaves out a count of 0
+                state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+            part.load_state_dict(state)
             continue
+        part.load_state_dict(state)
         # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
         # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
         adam = part.optimizer.state
@@ -231,9 +238,8 @@ def give_state(optimizer: MegatronOptimizer) -> None:
     """
     for part in _parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if _counts_steps(part):
             for state in part.optimizer.state.values():
-                # torch's Adam counts steps a parameter, which that function and a loaded step of 0 leave out.
                 state.setdefault("step", torch.tensor(0.0))
 
 
