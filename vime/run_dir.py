@@ -28,6 +28,11 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def node_name() -> str:
+    """This node as the scheduler calls it, else the host's name."""
+    return os.environ.get("VIME_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either."""
     data = content.encode() if isinstance(content, str) else content
@@ -171,7 +176,7 @@ class RunDir:
 
     def append_event(self, role: Role, event: str, **details: Any) -> None:
         """Add one lifecycle event of `role`; `details` are JSON values."""
-        origin = {"attempt": role.attempt, "role": role.name, "rank": role.rank, "node": socket.gethostname()}
+        origin = {"attempt": role.attempt, "role": role.name, "rank": role.rank, "node": node_name()}
         _append_line(self.events, {"time": utc_now(), **origin, "event": event, **details})
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:

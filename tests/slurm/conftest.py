@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.slurm.cluster import SlurmCluster, missing
+from tests.slurm.job import SlurmRun
 from tests.slurm.shape import SMALL, Shape
 
 
@@ -32,3 +35,17 @@ def slurm(slurm_clusters: Callable[[Shape], SlurmCluster]) -> Iterator[SlurmClus
     cluster = slurm_clusters(SMALL)
     yield cluster
     cluster.cancel_all()
+
+
+@pytest.fixture
+def start(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Callable[..., SlurmRun]]:
+    """Starts runs on the small cluster and, after the test, ends what is left of them."""
+    runs: list[SlurmRun] = []
+
+    def begin(*arguments: Any, **options: Any) -> SlurmRun:
+        runs.append(SlurmRun(slurm, tmp_path / f"run{len(runs)}", *arguments, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()

@@ -18,13 +18,21 @@ def begin_attempt(run: RunDir) -> Status:
     """Write the status of the attempt that begins now; returns it.
 
     A status that is pending was written by the launcher for this attempt. Any other is that of an attempt before,
-    however it ended: SLURM has started the job again.
+    however it ended: SLURM has started the job again. An attempt that ended before its roles were started, such as in a
+    warm-up, has left nothing to continue from: it is begun again.
     """
     status = run.read_status()
     if status.state not in ("pending", "completed"):
-        status = replace(status, state="pending", attempt=status.attempt + 1, ended=None, failure=None)
+        attempt = next_attempt(run, status)
+        status = replace(status, state="pending", attempt=attempt, ended=None, failure=None)
         run.write_status(status)
     return status
+
+
+def next_attempt(run: RunDir, status: Status) -> int:
+    """The number of the attempt after the one that `status` describes."""
+    begun = {event.get("attempt") for event in _events(run) if event.get("event") == "run_started"}
+    return status.attempt + (status.attempt in begun)
 
 
 def newest_checkpoint(run: RunDir) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from vime.launch.processes import End
 from vime.launch.stop_signals import Stopped
-from vime.run_dir import Failure, State, utc_now
+from vime.run_dir import Failure, State, node_name, utc_now
 
 GRACE = 1.0
 """Seconds after the first unexpected end in which further ends are collected before one is named the cause."""
@@ -44,7 +43,7 @@ def describe(end: End) -> Failure:
 
 def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal: str | None = None) -> Failure:
     """The failure record of a process of the launcher: supervisor or guardian. How it ended may be unknown."""
-    return Failure(role, 0, socket.gethostname(), exit_code, signal, utc_now(), str(log), tail(log))
+    return Failure(role, 0, node_name(), exit_code, signal, utc_now(), str(log), tail(log))
 
 
 def stop_outcome(stop: Stopped, log: Path) -> tuple[State, Failure | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Protocol
 from vime.launch.commands import Command
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.role import die_with_parent
-from vime.run_dir import utc_now
+from vime.run_dir import node_name, utc_now
 
 KILL_TIMEOUT = 3.0
 """Seconds the kernel gets to end processes that were sent SIGKILL."""
@@ -33,7 +32,7 @@ class End:
     """When, by the monotonic clock."""
     log: Path
     rank: int = 0
-    node: str = field(default_factory=socket.gethostname)
+    node: str = field(default_factory=node_name)
     stopped: bool = False
     """It was told to stop by a signal that the supervisor did not send: the scheduler ends the job, or this step."""
 

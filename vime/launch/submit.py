@@ -17,6 +17,7 @@ from submitit.local.local import LocalJob
 from vime.compose import override_resolved
 from vime.config import Config
 from vime.errors import UserError
+from vime.launch.chain import next_attempt
 from vime.launch.failure import GRACE, launcher_failure
 from vime.launch.guardian import SUPERVISOR, Guard, close
 from vime.launch.local_executor import DetachedLocalExecutor
@@ -59,8 +60,9 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
     if not status.terminal and _alive(run, config):
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
     prepare(run, config, plan)
-    run.write_status(replace(status, state="pending", attempt=status.attempt + 1, ended=None, failure=None))
-    run.append_event(launcher_role(run, status.attempt + 1), "resumed", overrides=list(overrides))
+    attempt = next_attempt(run, status)
+    run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
+    run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
     wait = config.cluster.scheduler == "local" if wait is None else wait
     return _start(run, config, plan, wait, tuple(supervisor))
 
