@@ -1,0 +1,104 @@
+"""Sweeps on a real Slurm: as a job array, and as jobs in lanes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import SlurmCluster
+from vime.compose import ROOT
+from vime.report.compare import compare
+from vime.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+# Supervised: the trainer's two nodes, and no engine to wait for.
+SWEEP = """
+cluster: minislurm
+recipe: tiny_sft
+grid: {training.learning_rate: [1e-4, 3e-3]}
+zip: {run.seed: [1, 2], training.steps: [2, 3]}
+set: {rollout.prompts_per_step: 8, data.size: 500}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "lr.yaml"
+    path.write_text(SWEEP)
+    return path
+
+
+def launch(slurm: SlurmCluster, *arguments: str, module: tuple[str, ...] = ("launch.py",)) -> str:
+    done = subprocess.run(
+        [sys.executable, *module, *arguments],
+        cwd=ROOT,
+        env=slurm.environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def until_idle(slurm: SlurmCluster, timeout: float = 600) -> None:
+    deadline = time.monotonic() + timeout
+    while slurm.jobs():
+        assert time.monotonic() < deadline, slurm.run("squeue").stdout
+        time.sleep(0.5)
+
+
+def check_completed(folder: Path) -> None:
+    runs = [RunDir(path) for path in sorted(folder.iterdir())]
+    assert [(run.read_status().state, run.read_status().attempt) for run in runs] == [("completed", 1)] * 4, [
+        run.read_status() for run in runs
+    ]
+    assert sorted(run.read_status().step for run in runs) == [2, 2, 3, 3]
+    comparison = compare(folder)
+    assert set(comparison.varied) == {"training.learning_rate", "run.seed", "training.steps"}
+    rows = {tuple(row.settings[key] for key in ("training.learning_rate", "run.seed")) for row in comparison.runs}
+    assert rows == {(1e-4, 1), (1e-4, 2), (3e-3, 1), (3e-3, 2)}
+
+
+def test_an_array_runs_each_combination_as_a_partitioned_job(slurm: SlurmCluster, file: Path, tmp_path: Path) -> None:
+    root = f"run.root={tmp_path}/runs"
+    shown = launch(slurm, str(file), root, "sweep.parallel=2", module=("-m", "vime.launch.sweep"))
+    [command] = [line.split() for line in shown.splitlines() if line.startswith("sbatch ")]
+    assert "--array=0-3%2" in command
+    assert "--nodes=2" in command
+    command[0:1] = ["env", f"VIME_VENV={sys.prefix}", "sbatch", f"--output={tmp_path}/%A_%a.log", f"--chdir={ROOT}"]
+    # The script's own environment, and where the virtual environment is.
+    command = [re.sub(r"^--export=", "--export=VIME_VENV,", part) for part in command]
+    command = [str(ROOT / part) if part == "sbatch/sweep.sbatch" else part for part in command]
+    slurm.run(*command)
+    until_idle(slurm)
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert len(list((tmp_path / "runs" / "lr").iterdir())) == 4, logs
+    check_completed(tmp_path / "runs" / "lr")
+    # Submitted again, every task sees that it is done.
+    slurm.run(*command)
+    until_idle(slurm)
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert logs.count("is completed, or goes on in another job") == 4, logs
+    check_completed(tmp_path / "runs" / "lr")
+
+
+def test_lanes_run_so_many_at_once_and_skip_what_is_completed(slurm: SlurmCluster, file: Path, tmp_path: Path) -> None:
+    arguments = (f"sweep={file}", f"run.root={tmp_path}/runs", "sweep.parallel=1")
+    out = launch(slurm, *arguments)
+    assert out.splitlines()[-1] == f"{tmp_path}/runs/lr"
+    submitted = re.findall(r"^job (\d+)  \S+(?:  afterany:(\d+))?$", out, re.MULTILINE)
+    assert len(submitted) == 4
+    assert [after for _, after in submitted] == ["", *(job for job, _ in submitted[:-1])]
+    until_idle(slurm)
+    check_completed(tmp_path / "runs" / "lr")
+    again = launch(slurm, *arguments)
+    assert again.count("nothing to do") == 4
+    assert slurm.jobs() == []
