@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.training.test_step import ADAM_EPS, write_batch
 from vime.buffer.manifest import Manifest
 from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
+from vime.training.checkpoint_folder import MARKER
 
 STEPS = 4
 TRAINING = {
@@ -212,3 +215,43 @@ def test_a_changed_learning_rate_is_this_runs(
         # The place in the warm-up is kept: from learning_rate / 3 to learning_rate.
         2 * usual["metrics"][1]["train/lr"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["planned", "half_written", "written"])
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, point: str
+) -> None:
+    model, batches = prepared
+    folder = tmp_path / "checkpoints"
+    ranks.run(1, _part, model, folder, batches, {}, 1)
+    mortal = Ranks(1, tmp_path)
+    try:
+        with pytest.raises(AssertionError, match="the process ended"):
+            mortal.run(1, _killed_in_save, model, folder, batches, point)
+    finally:
+        mortal.close()
+    left = {path.name for path in (folder / ".step_2.tmp").iterdir()}
+    assert (".metadata" in left, MARKER in left) == (point == "written", False)
+    (resumed,) = ranks.run(1, _part, model, folder, batches, {}, 2)
+    assert resumed["loaded"].step == 1
+    assert [one["reason"] for one in resumed["loaded"].incomplete] == ["its saving was interrupted"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
+
+
+def _killed_in_save(
+    rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, point: str
+) -> None:
+    from vime.training import checkpoint, checkpoint_writer
+
+    def end(*arguments: Any, **keywords: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write = checkpoint_writer._write
+    if point == "planned":
+        checkpoint_writer._write = end  # type: ignore[assignment]
+    elif point == "half_written":
+        checkpoint_writer._write = lambda writer, buckets: end(write(writer, buckets[:1]))  # type: ignore[assignment, return-value]
+    else:
+        checkpoint.commit = end  # type: ignore[assignment]
+    _train(rank, store, world_size, model, folder, batches, {}, until=2, resume=True)

@@ -1,0 +1,138 @@
+"""A whole run, interrupted and resumed, equals one that was not: its losses, its batches and its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.ranks import Ranks
+from tests.training.test_checkpoint import _tensors
+from vime.run_dir import RunDir, Status
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 12
+COMPARED = ("train/loss", "train/lr", "train/grad_norm", "train/entropy_loss", "rollout/response_len/mean")
+
+
+def launch(root: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start the launcher on a small run of sft: two ranks, no engine."""
+    settings = [
+        "cluster=local",
+        "recipe=tiny_sft",
+        f"run.root={root}",
+        f"run.name={name}",
+        f"training.steps={STEPS}",
+        "training.save_interval=4",
+        "training.warmup_steps=4",
+        "training.adam_eps=1e-4",
+        "training.export=false",
+        "rollout.prompts_per_step=256",
+    ]
+    with open(root / f"{name}.log", "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "launch.py"), *(arguments or settings)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; [] when there is none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_step(run: RunDir, step: int) -> None:
+    """Wait until the metrics of `step` are written."""
+    deadline = time.monotonic() + 120
+    while not any(line["step"] >= step for line in lines(run.metrics)):
+        assert time.monotonic() < deadline, f"waited 120 s for step {step}"
+        time.sleep(0.01)
+
+
+def interrupt(run: RunDir, how: str) -> None:
+    """End the first attempt between two checkpoints: a rank is killed, or the supervisor is told that time is up."""
+    log = (run.logs / "attempt_1" / "supervisor-0.log").read_text()
+    if how == "killed":
+        os.kill(int(re.findall(r"started trainer-1: pid (\d+)", log)[0]), signal.SIGKILL)
+        return
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"vime.launch.supervisor" in command and str(run.path).encode() in command:
+                os.kill(int(entry.name), signal.SIGUSR2)
+
+
+def finished(run: RunDir, process: subprocess.Popen[bytes]) -> Status:
+    """The run's status once its launcher has ended."""
+    process.wait(180)
+    return run.read_status()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    root = tmp_path_factory.mktemp("whole")
+    run = RunDir(root / "run")
+    assert finished(run, launch(root, "run")).state == "completed", (root / "run.log").read_text()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_12", "step_8"]
+    assert list((run.buffer / "chunks").iterdir()) == []  # consumed, and covered by a checkpoint
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "state", "layout"),
+    [("killed", "failed", []), ("time is up", "timeout", ["training.tensor_parallel=2"])],
+    ids=["killed", "time_is_up_and_resumed_in_another_layout"],
+)
+def test_an_interrupted_run_equals_an_uninterrupted_one(
+    whole: RunDir, ranks: Ranks, tmp_path: Path, how: str, state: str, layout: list[str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    first = launch(tmp_path, "run")
+    wait_step(run, 5)
+    interrupt(run, how)
+    status = finished(run, first)
+    assert status.state == state
+    reached = max(line["step"] for line in lines(run.metrics))
+    assert reached < STEPS, "it was not interrupted"
+    saved = [event["step"] for event in lines(run.events) if event["event"] == "checkpoint_saved"]
+    # Told in time, it saved the step that it was in; killed, it has the last one that was due.
+    assert saved[-1] == (reached if how == "time is up" else reached // 4 * 4)
+
+    second = launch(tmp_path, "run", "--resume", str(run.path), *layout)
+    status = finished(run, second)
+    assert (status.state, status.attempt) == ("completed", 2), (tmp_path / "run.log").read_text()
+    (loaded,) = [event for event in lines(run.events) if event["event"] == "checkpoint_loaded"]
+    assert (loaded["step"], loaded["attempt"], loaded["saved_by_attempt"]) == (saved[-1], 2, 1)
+    assert loaded["same_layout"] == (not layout)
+
+    steps = {line["step"]: line for line in lines(run.metrics)}  # a step trained twice counts as it was last
+    assert [line["attempt"] for line in steps.values()] == [1] * saved[-1] + [2] * (STEPS - saved[-1])
+    expected = {line["step"]: line for line in lines(whole.metrics)}
+    assert sorted(steps) == sorted(expected) == list(range(1, STEPS + 1))
+    for step, line in steps.items():
+        for name in COMPARED:
+            assert line[name] == pytest.approx(expected[step][name], abs=1e-5, rel=1e-5), (step, name)
+    assert sorted(path.name for path in run.checkpoints.iterdir())[0] == "step_12"
+    (mine,) = ranks.run(1, _tensors, run.checkpoints / "step_12")
+    (theirs,) = ranks.run(1, _tensors, whole.checkpoints / "step_12")
+    for name, tensor in theirs.items():
+        assert torch.allclose(mine[name], tensor, atol=1e-5), name
+    cursors = [json.loads((r.checkpoints / "step_12" / "complete").read_bytes())["cursor"] for r in (run, whole)]
+    assert cursors[0] == cursors[1]
