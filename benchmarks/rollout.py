@@ -6,7 +6,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from vime.rollout.step import fill_step
 
 MODEL = TinyModel(layers=2, hidden=192, heads=6, ffn=512, context=128, initializer_range=0.08)
 """tiny_grpo's; a wider initial range, so that a random model does not answer all alike."""
-RESPONSES = (8, 64)
-"""Longest responses: tiny_grpo's, and one at which the engine computes more than it parses requests."""
+RESPONSES = {8: 12, 64: 6}
+"""Longest response -> rounds: tiny_grpo's, and one at which the engine computes more than it parses requests."""
 SEED = "benchmark"
 
 
@@ -46,9 +46,7 @@ class Step:
     seconds: float
 
 
-def measure(
-    prompts: int = 32, samples: int = 8, responses: Sequence[int] = RESPONSES, rounds: int = 6
-) -> dict[str, Any]:
+def measure(prompts: int = 32, samples: int = 8, responses: Mapping[int, int] = RESPONSES) -> dict[str, Any]:
     """Tokens per second by response length and candidate, all with `prompts` requests in flight at once.
 
     generator: prompts rendered, asked through guard and router, checked, scored, written and committed as a batch.
@@ -61,7 +59,7 @@ def measure(
         with serve(model, Path(name), router=True) as stack:
             return {
                 str(response): asyncio.run(_measure_length(stack, prompts, samples, response, rounds))
-                for response in responses
+                for response, rounds in responses.items()
             }
 
 
@@ -144,7 +142,8 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
                 "generator": generate,
             }
             counts: set[int] = set()
-            for name in list(candidates) if turn % 2 else list(reversed(candidates)):
+            names = list(candidates)
+            for name in names[turn % 3 :] + names[: turn % 3]:
                 begun = time.perf_counter()
                 counts.add(await candidates[name]())
                 if turn:  # the first round warms up
