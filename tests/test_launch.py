@@ -51,7 +51,15 @@ def test_a_dry_run_as_data_is_what_a_run_would_use(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", [(*TINY, "--dry-run"), (*TINY, "training.ranks=3"), ("--help", "rollout")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*TINY, "--dry-run"),
+        ("cluster=gb200", "recipe=glm45_air_grpo", "--dry-run"),
+        (*TINY, "training.ranks=3"),
+        ("--help", "rollout"),
+    ],
+)
 def test_neither_a_dry_run_nor_an_error_imports_what_is_slow(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     code = (
         "import sys, launch; launch.main(sys.argv[1:]);"
@@ -86,6 +94,11 @@ def test_neither_a_dry_run_nor_an_error_imports_what_is_slow(tmp_path: Path, arg
         ((*TINY, "--wait", "--no-wait"), "exclude each other"),
         ((*TINY, "steps"), "'steps' is not an option or key=value"),
         ((), "cluster=NAME is missing"),
+        (("cluster=h200", "recipe=qwen3_4b_grpo"), "model.path is not set: give the folder of Qwen/Qwen3-4B"),
+        (("cluster=h200", "recipe=qwen3_4b_grpo", "launch.trainer_nodes=3"), "do not divide over launch.trainer_nodes"),
+        (("sweep=missing.yaml", *TINY), "cannot read missing.yaml"),
+        (("sweep=missing.yaml", "sweep.parallel=0", *TINY), "sweep.parallel=0 must be a whole number of at least 1"),
+        (("sweep=missing.yaml", "--resume", "runs/x"), "--resume continues one run; leave sweep= out"),
         (("--help", "rolout"), "did you mean rollout?"),
     ],
 )
@@ -110,6 +123,36 @@ def test_help_documents_every_key_of_a_section(tmp_path: Path) -> None:
     one = run(tmp_path, "--help", "data.source").stdout
     assert "module:function" in one
     assert "usage:" in run(tmp_path, "--help").stdout
+
+
+def test_a_dry_run_of_a_slurm_job_ends_with_exactly_the_script(tmp_path: Path) -> None:
+    arguments = ("cluster=gb200", "recipe=glm45_air_grpo", "run.name=first", "run.root=/lustre/runs", "--dry-run")
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 0
+    data = json.loads(run(tmp_path, *arguments, "--json").stdout)
+    assert done.stdout.endswith("\n" + data["script"])
+    written = (LAUNCH.parent / "tests/golden/gb200-hetjob-glm45_air_grpo.sbatch").read_text()
+    assert data["script"].replace("/first", "/glm45_air_grpo-1").replace("=first", "=glm45_air_grpo-1") == (
+        written.replace("/opt/vime", str(LAUNCH.parent))
+    )
+    assert (data["gpu_hours"], data["node_hours"]) == (128, 32)
+    assert len(data["engine_urls"]) == 8
+    assert "128 GPU-hours at most" in done.stdout
+    assert "http://rollout-3:<port>" in done.stdout
+    assert "launch.layout=partitioned" in "".join(data["warnings"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_sweep_shows_every_combination(tmp_path: Path) -> None:
+    (tmp_path / "lr.yaml").write_text("grid: {training.learning_rate: [1e-6, 2e-6], run.seed: [1, 2]}\n")
+    done = run(tmp_path, "sweep=lr.yaml", "cluster=h200", "recipe=qwen3_4b_grpo", "--dry-run", "--json")
+    rows = json.loads(done.stdout)["combinations"]
+    assert [row["config"]["training"]["learning_rate"] for row in rows] == [1e-6, 1e-6, 2e-6, 2e-6]
+    assert [row["config"]["run"]["seed"] for row in rows] == [1, 2, 1, 2]
+    assert all(row["start"] in row["script"] for row in rows)
+    shown = run(tmp_path, "sweep=lr.yaml", "cluster=h200", "recipe=qwen3_4b_grpo", "--dry-run").stdout
+    assert shown.count("learning_rate_2e-6-seed_") == 2
+    assert "#SBATCH hetjob" in shown
 
 
 def test_waiting_is_asked_for_or_left_to_the_cluster() -> None:

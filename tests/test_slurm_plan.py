@@ -133,9 +133,15 @@ def test_a_heterogeneous_job_of_racks_is_warned_about_imex_and_offered_the_way_o
 def test_gpus_that_are_paid_for_and_idle_are_named() -> None:
     [warning] = plan("h200", "qwen3_4b_grpo", "rollout.engines=3").warnings
     assert warning == "the rollout component uses 6 of the 8 GPUs of its 1 nodes"
-    shared = plan("h200", "qwen3_4b_grpo", "rollout.engines=3", "cluster.slurm.exclusive=false")
+
+
+def test_nodes_that_are_shared_are_asked_for_in_part() -> None:
+    part = ("rollout.engines=3", "cluster.slurm.exclusive=false")
+    shared = plan("h200", "qwen3_4b_grpo", *part, "cluster.slurm.mem=500G")
     assert shared.warnings == ()
-    assert shared.components[1].gpus_per_node == 6
+    assert (shared.components[1].gpus_per_node, shared.components[1].cpus_per_task) == (6, 28)
+    [warning] = plan("h200", "qwen3_4b_grpo", *part).warnings
+    assert warning.startswith("cluster.slurm.mem=0 takes all memory of nodes")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.fit import Fit, fit_rollout, fit_trainer
 from vime.memory import memory_warnings
-from vime.segments import idle_gpus, segments_of
+from vime.segments import idle_gpus, segments_of, shared_memory
 
 RoleName = Literal["supervisor", "trainer", "engine", "router", "generator"]
 ComponentName = Literal["trainer", "rollout"]
@@ -156,7 +156,12 @@ def _slurm_plan(config: Config) -> Plan:
         data_parallel=config.training.data_parallel,
         samples_per_step=config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         time_limit=limit,
-        warnings=(*warnings, *(line for fit in fits for line in idle_gpus(config, fit)), *memory_warnings(config)),
+        warnings=(
+            *warnings,
+            *(line for fit in fits for line in idle_gpus(config, fit)),
+            *shared_memory(config),
+            *memory_warnings(config),
+        ),
     )
 
 

@@ -57,3 +57,11 @@ def idle_gpus(config: Config, fit: Fit) -> list[str]:
     if fit.slots_used == total or not config.cluster.slurm.exclusive or config.cluster.device == "cpu":
         return []
     return [f"{fit} uses {fit.slots_used} of the {total} GPUs of its {fit.nodes} nodes"]
+
+
+def shared_memory(config: Config) -> list[str]:
+    """A warning when nodes are to be shared but all of their memory is asked for."""
+    slurm = config.cluster.slurm
+    if slurm.exclusive or slurm.mem != "0":
+        return []
+    return ["cluster.slurm.mem=0 takes all memory of nodes that cluster.slurm.exclusive=false would share; set it"]

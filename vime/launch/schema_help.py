@@ -24,6 +24,9 @@ _PLAIN: dict[Any, str] = {
     Any: "any",
 }
 
+_ON = """  on  [map of a kind of cluster to sections]
+      Values for one kind of cluster (cluster.kind, or its name), laid over the recipe's others."""
+
 
 def schema_help(name: str) -> str:
     """Fields, types, defaults and meaning of a section (`rollout`, `recipe.rollout`) or a field (`rollout.engines`).
@@ -47,7 +50,8 @@ def schema_help(name: str) -> str:
 def _section(section: type[BaseModel], path: tuple[str, ...]) -> str:
     prefix = ".".join(path)
     head = f"{prefix}: {_first_line(section)}" if prefix else "A recipe's sections; --help SECTION shows one."
-    return "\n".join([head, "", *(_field(name, info, prefix) for name, info in section.model_fields.items())])
+    fields = [_field(name, info, prefix) for name, info in section.model_fields.items()]
+    return "\n".join([head, "", *fields, *([] if prefix else [_ON])])
 
 
 def _field(name: str, info: FieldInfo, prefix: str) -> str:

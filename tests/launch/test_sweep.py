@@ -1,0 +1,99 @@
+"""A sweep on this machine: one run after the other, and none of them twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vime.errors import UserError
+from vime.launch.sweep import main, prepare_task, submit_sweep
+from vime.run_dir import RunDir
+from vime.sweep import read_sweep
+
+SWEEP = "grid: {run.seed: [1, 2]}\nset: {training.steps: 2, rollout.prompts_per_step: 8, data.size: 500}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "seeds.yaml"
+    path.write_text(SWEEP)
+    return path
+
+
+@pytest.mark.slow
+def test_runs_follow_each_other_and_completed_ones_are_left(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sweep = read_sweep(file, "local", "tiny_sft", [f"run.root={tmp_path}/runs"])
+    assert submit_sweep(sweep, None, wait=None) == 0
+    runs = [RunDir(path) for path in sorted((tmp_path / "runs" / "seeds").iterdir())]
+    assert [run.read_status().state for run in runs] == ["completed", "completed"]
+    started = [run.read_status().started for run in runs]
+    assert submit_sweep(sweep, None, wait=None) == 0
+    assert [run.read_status().started for run in runs] == started
+    assert capfd.readouterr().out.splitlines()[-1] == f"{tmp_path}/runs/seeds"
+
+
+def test_a_wrong_combination_is_named_before_any_is_started(file: Path, tmp_path: Path) -> None:
+    file.write_text("grid: {training.ranks: [2, 3]}\n")
+    sweep = read_sweep(file, "local", "tiny_sft", [f"run.root={tmp_path}/runs"])
+    with pytest.raises(UserError, match="combination 1 of seeds: .*128 samples do not divide over the 3 data-parallel"):
+        submit_sweep(sweep, None, wait=None)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_local_sweep_cannot_be_left_alone(file: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(file, "local", "tiny_sft", [f"run.root={tmp_path}/runs"])
+    with pytest.raises(UserError, match="leave --no-wait out"):
+        submit_sweep(sweep, None, wait=False)
+
+
+def test_the_array_s_command_asks_for_the_largest_combination(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("grid: {training.ranks: [2, 4]}\nparallel: 2\n")
+    assert main([str(file), "cluster=minislurm", "recipe=tiny_grpo"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"sbatch --array=0-1%2 ", command)
+    assert "--nodes=5 " in command
+    assert "--signal=B:USR2@60" in command
+    assert command.endswith(f"sbatch/sweep.sbatch {file} cluster=minislurm recipe=tiny_grpo")
+
+
+def test_a_task_that_does_not_fit_its_allocation_says_so(file: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(file, "minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs"])
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    with pytest.raises(UserError, match="combination 1 needs an allocation of 3 nodes, this one has 2"):
+        prepare_task(sweep, 1, job)
+    with pytest.raises(UserError, match="task 2: the sweep has 2 combinations; use --array=0-1"):
+        prepare_task(sweep, 2, job)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_that_slurm_starts_again_goes_on_with_its_run(file: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(file, "minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs"])
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
+    script = prepare_task(sweep, 1, job)
+    assert script is not None
+    assert script.read_text().splitlines()[-1].endswith(f"-m submitit.core._submit {script.parent}/submitit")
+    assert (script.parent / "submitit" / "7_submitted.pkl").is_file()
+    assert prepare_task(sweep, 1, job) == script
+    # Another job leaves it alone: it may be running.
+    assert prepare_task(sweep, 1, {**job, "SLURM_JOB_ID": "8"}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "the sweep's file is missing"),
+        (("--task", "x"), "--task needs a whole number"),
+        (("a.yaml", "b.yaml"), "'b.yaml' is not dotted.key=value"),
+        (("--tsk",), "unknown option --tsk"),
+        (("missing.yaml",), "cannot read missing.yaml"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
