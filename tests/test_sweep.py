@@ -132,6 +132,8 @@ def test_what_is_completed_or_goes_on_is_not_started_and_what_failed_is_tried_an
     first.write_status(Status(state="running"))
     slot = look(folder, combination)
     assert (slot.start, slot.state, slot.run) == (None, "running", first)
+    # Unless its job is known to be gone: cancelled while it waited, it could not say so.
+    assert look(folder, combination, lambda run: False).start == f"{combination.name}-2"
     first.write_status(Status(state="failed"))
     slot = look(folder, combination)
     assert (slot.start, slot.state, slot.run) == (f"{combination.name}-2", "failed", first)

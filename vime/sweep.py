@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,11 @@ class Slot:
     """Name for the run to start; None when one is completed or goes on."""
 
 
-def look(folder: Path, combination: Combination) -> Slot:
-    """What the runs of a combination in the sweep's folder have come to. One that failed is followed by `<name>-2`."""
+def look(folder: Path, combination: Combination, alive: Callable[[RunDir], bool] = lambda run: True) -> Slot:
+    """What the runs of a combination in the sweep's folder have come to. One that failed is followed by `<name>-2`.
+
+    alive: whether a run without a last word may still go on; a job that is cancelled while it waits leaves none.
+    """
     last: RunDir | None = None
     state = "new"
     for tries in itertools.count(1):
@@ -195,7 +198,7 @@ def look(folder: Path, combination: Combination) -> Slot:
             state, ended = status.state, status.terminal
         except UserError:
             state, ended = "failed", True  # made by a launcher that ended before it wrote anything
-        if state == "completed" or not ended:
+        if state == "completed" or (not ended and alive(run)):
             return Slot(combination, run, state, None)
         last = run
     raise AssertionError("itertools.count does not end")

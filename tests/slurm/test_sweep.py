@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,15 @@ def launch(slurm: SlurmCluster, *arguments: str, module: tuple[str, ...] = ("lau
     return done.stdout
 
 
-def until_idle(slurm: SlurmCluster, timeout: float = 600) -> None:
+def until(true: Callable[[], bool], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout
-    while slurm.jobs():
-        assert time.monotonic() < deadline, slurm.run("squeue").stdout
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
         time.sleep(0.5)
+
+
+def until_idle(slurm: SlurmCluster, timeout: float = 600) -> None:
+    until(lambda: not slurm.jobs(), timeout, "an empty queue")
 
 
 def check_completed(folder: Path) -> None:
@@ -102,3 +108,24 @@ def test_lanes_run_so_many_at_once_and_skip_what_is_completed(slurm: SlurmCluste
     again = launch(slurm, *arguments)
     assert again.count("nothing to do") == 4
     assert slurm.jobs() == []
+
+
+def test_ctrl_c_cancels_what_waits_too_and_the_next_launch_starts_all_anew(
+    slurm: SlurmCluster, file: Path, tmp_path: Path
+) -> None:
+    arguments = (f"sweep={file}", f"run.root={tmp_path}/runs", "sweep.parallel=1", "--wait", "training.warmup_steps=1")
+    launcher = subprocess.Popen(
+        [sys.executable, "launch.py", *arguments], cwd=ROOT, env=slurm.environ, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: len(slurm.jobs()) == 4, 120, "four jobs")
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait(150)
+    finally:
+        launcher.kill()
+    until_idle(slurm, 60)
+    assert launcher.returncode == 1
+    runs = [RunDir(path) for path in (tmp_path / "runs" / "lr").iterdir()]
+    assert [run.read_status().state for run in runs] == ["cancelled"] * 4
+    again = launch(slurm, *arguments[:3], "training.warmup_steps=1", "--dry-run")
+    assert len(re.findall(r"cancelled\s+starts", again)) == 4, again

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from vime.launch.ready import check_ready
 from vime.launch.scheduler import ENDED, ask, batch_log, job_states
 from vime.launch.script import batch_command, sbatch_text
 from vime.launch.slurm_executor import ENDLESS, JOB_FILE, VimeExecutor, newest_job
-from vime.launch.slurm_wait import ASK_INTERVAL, SILENCE, ended_by_signals
+from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.launch.submit import submit
-from vime.launch.sweep_members import Member, array_command, members, plan_member, show
-from vime.run_dir import RunDir, write_atomic
+from vime.launch.sweep_members import Alive, Member, array_command, members, plan_member, show
+from vime.run_dir import RunDir, utc_now, write_atomic
 from vime.sweep import Sweep, read_sweep
 
 
@@ -73,6 +74,7 @@ def _submit_lanes(due: Sequence[Member], lanes: int) -> list[tuple[RunDir, Job[A
         try:
             job = VimeExecutor(run, member.config, member.plan, dependency).submit(Guard(), str(run.path))
         except UserError as error:
+            run.write_status(replace(run.read_status(), state="failed", ended=utc_now()))
             raise UserError(f"{error}; {index} of {len(due)} runs of the sweep are submitted") from None
         jobs.append((run, job))
         print(f"job {job.job_id}  {run.path.name}" + (f"  {dependency}" if dependency else ""), flush=True)
@@ -98,13 +100,28 @@ def _wait(jobs: Sequence[tuple[RunDir, Job[Any]]]) -> bool:
                     break
                 time.sleep(ASK_INTERVAL)
     except KeyboardInterrupt:
-        left = [job.job_id for run, job in jobs if not run.read_status().terminal]
-        print(f"cancelling {len(left)} jobs", flush=True)
-        ask(["scancel", *left])
+        _cancel([(run, job) for run, job in jobs if not run.read_status().terminal])
         return False
     return all(
         close(run, launcher_failure("supervisor", batch_log(run, job.job_id))).state == "completed" for run, job in jobs
     )
+
+
+def _cancel(left: Sequence[tuple[RunDir, Job[Any]]]) -> None:
+    print(f"cancelling {len(left)} jobs", flush=True)
+    # Last lane first: a job whose predecessor ends would start.
+    ask(["scancel", *(job.job_id for _, job in reversed(left))])
+    deadline = time.monotonic() + CANCEL_TIMEOUT
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C does not wait
+        while time.monotonic() < deadline:
+            states = job_states([job.job_id for run, job in left if not run.read_status().terminal])
+            if all(state in ENDED for state in states.values()):
+                break
+            time.sleep(1)
+    for run, _ in left:
+        status = run.read_status()
+        if not status.terminal:  # it never began
+            run.write_status(replace(status, state="cancelled", ended=utc_now()))
 
 
 def prepare_task(sweep: Sweep, index: int, environ: dict[str, str]) -> Path | None:
@@ -118,7 +135,7 @@ def prepare_task(sweep: Sweep, index: int, environ: dict[str, str]) -> Path | No
             f"task {index}: the sweep has {len(sweep.combinations)} combinations; use --array=0-"
             f"{len(sweep.combinations) - 1}"
         )
-    member = plan_member(sweep, sweep.combinations[index], ("launch.layout=partitioned",))
+    member = plan_member(sweep, sweep.combinations[index], ("launch.layout=partitioned",), Alive())
     job = environ.get("SLURM_JOB_ID", "")
     nodes = int(environ.get("SLURM_JOB_NUM_NODES", "0"))
     if not job or nodes < member.plan.nodes:

@@ -16,8 +16,10 @@ from vime.compose import compose
 from vime.config import Config
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
+from vime.launch.scheduler import ask
 from vime.launch.script import sbatch_text
 from vime.plan import Plan, make_plan
+from vime.run_dir import RunDir
 from vime.sweep import Combination, Slot, Sweep, look
 
 
@@ -37,14 +39,35 @@ class Member:
 
 def members(sweep: Sweep, *more: str) -> list[Member]:
     """Every combination composed and planned, with `more` overrides. Raises UserError for the first that is wrong."""
-    return [plan_member(sweep, combination, more) for combination in sweep.combinations]
+    alive = Alive()
+    return [plan_member(sweep, combination, more, alive) for combination in sweep.combinations]
 
 
-def plan_member(sweep: Sweep, combination: Combination, more: Sequence[str]) -> Member:
+class Alive:
+    """Whether a run without a last word may still go on. Asks the controller once for the jobs that it has."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._jobs: set[str] | None = None
+
+    def __call__(self, run: RunDir) -> bool:
+        """False only when the controller answers and has no such job: no answer is no answer."""
+        from vime.launch.slurm_executor import newest_job  # brings submitit, which most dry runs need not pay for
+
+        job = newest_job(run)
+        if job is None:
+            return True
+        if not self._asked:
+            self._asked, answer = True, ask(["squeue", "-h", "-o", "%A"])
+            self._jobs = None if answer is None else set(answer.split())
+        return self._jobs is None or job in self._jobs
+
+
+def plan_member(sweep: Sweep, combination: Combination, more: Sequence[str], alive: Alive) -> Member:
     """One combination composed and planned. Raises UserError that names it."""
     try:
         config = compose(sweep.cluster, sweep.recipe, [*combination.overrides, *more])
-        slot = look(config.run.root / sweep.name, combination)
+        slot = look(config.run.root / sweep.name, combination, alive)
         place = {"root": config.run.root / sweep.name, "name": slot.start or combination.name}
         config = config.model_copy(update={"run": config.run.model_copy(update=place)})
         return Member(slot, config, make_plan(config))
