@@ -14,6 +14,7 @@ from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import TINY
 from tests.training.test_step import ADAM_EPS, write_batch
 from vime.buffer.manifest import Manifest
+from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
 from vime.training.checkpoint_folder import MARKER
@@ -202,6 +203,25 @@ def _resumed_at_zero(
     rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, training: Any
 ) -> Any:
     return _train(rank, store, world_size, model, folder, batches, training, until=1, resume=True)
+
+
+def test_every_rank_refuses_to_resume_from_nothing(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path
+) -> None:
+    lines = ranks.run(2, _refusal, prepared[0], tmp_path / "none")
+    assert (
+        lines
+        == [f"cannot resume: {tmp_path}/none has no complete checkpoint; training.save_interval is 0, which saves none"]
+        * 2
+    )
+
+
+def _refusal(rank: int, store: Any, world_size: int, model: Path, folder: Path) -> str:
+    try:
+        _random_after_load(rank, store, world_size, model, folder, {})
+    except UserError as error:
+        return str(error)
+    return "it started"
 
 
 def test_a_changed_learning_rate_is_this_runs(

@@ -136,3 +136,23 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert torch.allclose(mine[name], tensor, atol=1e-5), name
     cursors = [json.loads((r.checkpoints / "step_12" / "complete").read_bytes())["cursor"] for r in (run, whole)]
     assert cursors[0] == cursors[1]
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_is_not_started_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    first = launch(tmp_path, "run")
+    wait_step(run, 1)
+    interrupt(run, "killed")
+    assert finished(run, first).state == "failed"
+    before = run.metrics.read_bytes()
+    assert not list(run.checkpoints.glob("step_*")), "it was interrupted too late"
+    (run.checkpoints / "step_4").mkdir(parents=True)  # what a copy that broke off may look like
+    status = finished(run, launch(tmp_path, "run", "--resume", str(run.path)))
+    assert (status.state, status.attempt) == ("failed", 2)
+    assert status.failure is not None
+    assert status.failure.exit_code == 2
+    assert status.failure.tail[-1] == (
+        f"error: cannot resume: {run.checkpoints} has no complete checkpoint; step_4 is incomplete: it has no complete"
+    )
+    assert run.metrics.read_bytes() == before

@@ -120,6 +120,10 @@ class Watch:
             self.news.append(f"engine {record.get('rank')} restarted")
         elif event == "checkpoint_saved":
             self.news.append(f"checkpoint of step {record.get('step')} saved")
+        elif event == "checkpoint_loaded":
+            self.news.append(f"resumed from the checkpoint of step {record.get('step')}")
+        elif event == "checkpoint_incomplete":
+            self.news.append(f"{record.get('path')} is incomplete and not used: {record.get('reason')}")
         elif event == "exported":
             self.news.append(f"policy of step {record.get('step')} exported")
 

@@ -6,27 +6,39 @@ from collections import deque
 
 from vime.buffer.control import BatchMessage, Control, EngineMessage, StopMessage
 
+Message = BatchMessage | EngineMessage | StopMessage
+
 
 class Inbox:
-    """Messages in the order in which they were posted, except that a request to stop overtakes batches that wait."""
+    """Messages in the order in which they were posted. A request to stop overtakes all that wait, and stays."""
 
     def __init__(self, control: Control, timeout: float) -> None:
         """timeout: seconds that a message may take."""
         self._control = control
         self._timeout = timeout
         self._taken = 0
-        self._waiting: deque[BatchMessage | EngineMessage | StopMessage] = deque()
+        self._waiting: deque[Message] = deque()
+        self._stop: StopMessage | None = None
 
-    def next(self, what: str) -> BatchMessage | EngineMessage | StopMessage:
-        """The next message. Raises WaitTimeout naming `what` when none came in time."""
+    def next(self, what: str, only: type[Message] | None = None) -> Message:
+        """The request to stop when there is one, else the next message (of type `only`).
+
+        Raises WaitTimeout naming `what` when none came in time.
+        """
         while self._taken < self._control.posted():
-            self._waiting.append(self._take(what))
-        for message in self._waiting:
-            if isinstance(message, StopMessage):
-                return message
-        return self._waiting.popleft() if self._waiting else self._take(what)
+            self._take(what)
+        while self._stop is None:
+            for message in self._waiting:
+                if only is None or isinstance(message, only):
+                    self._waiting.remove(message)
+                    return message
+            self._take(what)
+        return self._stop
 
-    def _take(self, what: str) -> BatchMessage | EngineMessage | StopMessage:
+    def _take(self, what: str) -> None:
         message = self._control.next_message(self._taken, self._timeout, what)
         self._taken += 1
-        return message
+        if isinstance(message, StopMessage):
+            self._stop = message
+        else:
+            self._waiting.append(message)

@@ -16,7 +16,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.role import Role, die_with_parent
 from vime.run_dir import RunDir, utc_now
-from vime.training.inbox import Inbox
+from vime.training.inbox import Inbox, Message
 
 if TYPE_CHECKING:
     from vime.training.checkpoint import Checkpoints
@@ -94,7 +94,7 @@ class Trainer:
         ended = time.monotonic()
         while self.step < self.config.training.steps:
             waited = time.monotonic()
-            message, manifest = self._next()
+            message, manifest = self._next(f"the batch of step {self.step + 1} from the generator")
             waited = time.monotonic() - waited
             if isinstance(message, EngineMessage):
                 self._readmit(message)
@@ -139,13 +139,13 @@ class Trainer:
         if self.first:
             self.reader.collect(self.step)
 
-    def _next(self) -> tuple[BatchMessage | EngineMessage | StopMessage, Manifest | None]:
+    def _next(self, what: str, only: type[Message] | None = None) -> tuple[Message, Manifest | None]:
         """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
         from vime.training.broadcast import broadcast_bytes
 
         kind, body = b"", b""
         if self.first:
-            message = self.inbox.next(f"the batch of step {self.step + 1} from the generator")
+            message = self.inbox.next(what, only)
             kind = message.model_dump_json().encode()
             if isinstance(message, BatchMessage):
                 body = self.reader.manifest(message).to_bytes()
@@ -211,7 +211,7 @@ class Trainer:
                 return sync.update(self.step)
             except EngineLost as lost:
                 self._event("engine_lost", reason=str(lost))
-                message, _ = self._next()
+                message, _ = self._next(f"a restart: {lost}", only=EngineMessage)
                 if not isinstance(message, EngineMessage):
                     raise
                 self._readmit(message)
