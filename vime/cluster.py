@@ -174,6 +174,25 @@ class Container(Section):
         return self
 
 
+class Preflight(Section):
+    """SLURM only: what is checked on every node before the roles start there."""
+
+    checks: list[Literal["gpus", "nvlink", "files", "ports", "versions", "clock"]] = [
+        "gpus",
+        "nvlink",
+        "files",
+        "ports",
+        "versions",
+        "clock",
+    ]
+    """gpus: present and free of other processes. nvlink: NVLink and IMEX are up. files: the run directory shows both
+    ways. ports: can be bound. versions: packages are equal everywhere. clock: is equal everywhere. []: no check."""
+    timeout: float = Field(180.0, gt=0)
+    """Seconds that the checks may take on all nodes."""
+    clock_skew: float = Field(10.0, gt=0)
+    """Seconds that a node's clock may differ from the supervisor's."""
+
+
 class Cluster(Section):
     """What a cluster is. `local` runs every role as a process of this machine."""
 
@@ -195,6 +214,8 @@ class Cluster(Section):
     """SLURM only: how jobs are submitted."""
     container: Container = Container()
     """SLURM only: the container of trainers and engines."""
+    preflight: Preflight = Preflight()
+    """SLURM only: checks of every node before the roles start."""
     setup: list[Line] = []
     """SLURM only: shell lines that the job starts with, such as `module load cuda` or activating an environment."""
     python: Line | None = None

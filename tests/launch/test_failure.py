@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vime.cluster import Cluster
+from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
 from vime.launch.failure import first_cause, stop_outcome, tail
 from vime.launch.processes import End
 from vime.launch.stop_signals import Stopped
+from vime.run_dir import RunDir, Status
 
 
 def _end(role: str, seconds: float, exit_code: int | None = None, signal: str | None = None) -> End:
@@ -42,9 +46,22 @@ def test_the_tail_of_a_log_is_its_last_lines_whatever_the_bytes(tmp_path: Path) 
 
 
 def test_what_a_stop_signal_means(tmp_path: Path) -> None:
-    assert stop_outcome(Stopped(signal.SIGTERM, orphaned=False), tmp_path) == ("cancelled", None)
-    assert stop_outcome(Stopped(signal.SIGUSR2, orphaned=False), tmp_path) == ("timeout", None)
-    state, failure = stop_outcome(Stopped(signal.SIGTERM, orphaned=True), tmp_path)
+    run, cluster = RunDir(tmp_path), Cluster(name="here")
+    run.write_status(Status(state="running"))
+    job = Allocation("7", {})
+
+    def outcome(signum: signal.Signals, orphaned: bool, allocation: Allocation | None = None) -> Any:
+        return stop_outcome(Stopped(signum, orphaned), run, cluster, allocation)
+
+    assert outcome(signal.SIGTERM, False) == ("cancelled", None)
+    assert outcome(signal.SIGUSR2, False) == ("timeout", None)
+    assert outcome(signal.SIGUSR2, False, job) == ("requeued", None)
+    run.submitit.mkdir()
+    (run.submitit / "7_0_log.out").write_text(
+        "slurmstepd-a: error: *** JOB 7 ON a CANCELLED AT 2026-11-29T21:03:35 DUE TO JOB REQUEUE ***\n"
+    )
+    assert outcome(signal.SIGTERM, False, job) == ("requeued", None)
+    state, failure = outcome(signal.SIGTERM, True)
     assert state == "failed"
     assert failure is not None
     assert (failure.role, failure.exit_code, failure.signal) == ("guardian", None, None)

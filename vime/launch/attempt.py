@@ -22,7 +22,6 @@ from vime.launch.failure import GRACE, describe, first_cause, stop_outcome
 from vime.launch.lifeline import VARIABLE as LIFELINE
 from vime.launch.lifeline import Lifeline
 from vime.launch.processes import End, Processes, spawn
-from vime.launch.scheduler import batch_log, job_fate
 from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import INTERFACE, STOP_TIMEOUT
 from vime.launch.stop_signals import Stopped, StopSignals
@@ -119,18 +118,14 @@ class Attempt:
     def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
         """What a request to stop leads to. USR2 gives the trainers time to save."""
         print(f"{utc_now()} {stop}", flush=True)
-        log = self.run.log("supervisor", 0, self._supervisor.attempt)
-        if stop.signum != signal.SIGUSR2 or stop.orphaned:
-            if self.allocation is not None and not stop.orphaned:
-                return job_fate(batch_log(self.run, self.allocation.job_id)), None
-            return stop_outcome(stop, log)
-        try:
-            saved = self._save(control, processes)
-        except Stopped as second:
-            return self._stop(second, control, processes) if second.signum != signal.SIGUSR2 else ("timeout", None)
-        print(f"{utc_now()} {'the trainers saved' if saved else 'the step was abandoned'}", flush=True)
-        requeue = self.allocation is not None and self.cluster.slurm.requeue
-        return ("requeued" if requeue else "timeout"), None
+        if stop.signum == signal.SIGUSR2 and not stop.orphaned:
+            try:
+                saved = self._save(control, processes)
+                print(f"{utc_now()} {'the trainers saved' if saved else 'the step was abandoned'}", flush=True)
+            except Stopped as second:  # nothing more will be saved
+                print(f"{utc_now()} {second}", flush=True)
+                stop = second
+        return stop_outcome(stop, self.run, self.cluster, self.allocation)
 
     def _save(self, control: Control, processes: Processes) -> bool:
         """Ask the trainers to save and stop, and wait for it a bounded time. Returns whether they did."""

@@ -45,6 +45,26 @@ def newest_checkpoint(run: RunDir) -> int:
     return max(steps, default=0)
 
 
+def refusals(run: RunDir) -> int:
+    """How often since it was last started by hand nodes of the run were refused by the preflight."""
+    return len(_refused(run))
+
+
+def refused_nodes(run: RunDir) -> list[str]:
+    """The nodes that were refused since the run was last started by hand."""
+    return sorted({str(node) for event in _refused(run) for node in event.get("nodes", [])})
+
+
+def _refused(run: RunDir) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for event in reversed(_events(run)):
+        if event.get("event") == "resumed":
+            break
+        if event.get("event") == "nodes_refused":
+            found.append(event)
+    return found
+
+
 def fruitless(run: RunDir) -> str:
     """Why the chain must not go on, from the attempts recorded since it was last started by hand; empty when it may."""
     begun = [newest_checkpoint(run)]

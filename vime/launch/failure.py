@@ -7,9 +7,12 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from vime.cluster import Cluster
+from vime.launch.allocation import Allocation
 from vime.launch.processes import End
+from vime.launch.scheduler import batch_log, job_fate
 from vime.launch.stop_signals import Stopped
-from vime.run_dir import Failure, State, node_name, utc_now
+from vime.run_dir import Failure, RunDir, State, node_name, utc_now
 
 GRACE = 1.0
 """Seconds after the first unexpected end in which further ends are collected before one is named the cause."""
@@ -46,14 +49,20 @@ def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal:
     return Failure(role, 0, node_name(), exit_code, signal, utc_now(), str(log), tail(log))
 
 
-def stop_outcome(stop: Stopped, log: Path) -> tuple[State, Failure | None]:
-    """State and failure of a run that was stopped by a signal; `log` is the supervisor's.
+def stop_outcome(
+    stop: Stopped, run: RunDir, cluster: Cluster, allocation: Allocation | None
+) -> tuple[State, Failure | None]:
+    """State and failure of a run that was stopped by a signal.
 
-    A guardian that ended without a word was killed: that is a failure. USR2 announces the time limit.
+    A guardian that ended without a word was killed: that is a failure. USR2 announces the time limit or preemption:
+    the run goes on where SLURM can start it again. TERM has the reason that SLURM gives for it; elsewhere someone
+    cancelled the run.
     """
     if stop.orphaned:
-        return "failed", launcher_failure("guardian", log)
-    return ("timeout" if stop.signum == signal.SIGUSR2 else "cancelled"), None
+        return "failed", launcher_failure("guardian", run.log("supervisor", 0, run.read_status().attempt))
+    if stop.signum == signal.SIGUSR2:
+        return ("requeued" if allocation is not None and cluster.slurm.requeue else "timeout"), None
+    return (job_fate(batch_log(run, allocation.job_id)) if allocation is not None else "cancelled"), None
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:

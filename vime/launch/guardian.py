@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +23,18 @@ from types import FrameType
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from vime.errors import UserError
-from vime.launch.chain import begin_attempt, fruitless
+from vime.launch.chain import begin_attempt, fruitless, refused_nodes
 from vime.launch.failure import launcher_failure
 from vime.launch.process_tree import kill_descendants, reap_orphans
 from vime.launch.processes import KILL_TIMEOUT, signal_name
-from vime.launch.scheduler import job_states
+from vime.launch.scheduler import exclude_nodes, job_states
 from vime.launch.stop_signals import WATCHED
 from vime.role import become_subreaper, die_with_parent
 from vime.run_dir import Failure, RunDir, Status, utc_now
 
 SUPERVISOR = (sys.executable, "-m", "vime.launch.supervisor")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+EXCLUDE_TRIES = 10
 
 
 class RunEnded(Exception):
@@ -89,6 +91,9 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     if status.state == "requeued" and job and callable(requeue) and job_states([job]).get(job) == "RUNNING":
         try:
             requeue(signal.SIGUSR2, None)
+        except SystemExit:
+            _avoid(job, refused_nodes(run))
+            raise
         except (OSError, subprocess.SubprocessError, UncompletedJobError) as error:
             with log.open("a") as output:
                 output.write(f"the job could not be requeued: {error}\n")
@@ -97,6 +102,14 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     if status.state != "completed":
         raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
     return status.state
+
+
+def _avoid(job: str, nodes: Sequence[str]) -> None:
+    """Keep the requeued job away from refused nodes. SLURM ends this process soon, and its questions before it."""
+    for _ in range(EXCLUDE_TRIES if nodes else 0):
+        if exclude_nodes(job, nodes):
+            return
+        time.sleep(0.5)
 
 
 def close(run: RunDir, failure: Failure) -> Status:

@@ -9,6 +9,7 @@ from vime.cluster import Cluster
 from vime.config import Config
 from vime.launch.allocation import Allocation
 from vime.launch.commands import FINISHES, Command
+from vime.launch.model_cache import cache_folder
 from vime.plan import Component, Plan, RolePlan
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -25,7 +26,7 @@ def step_commands(
         if role.name == "supervisor":
             continue
         component = next(part for part in plan.components if part.name == role.component)
-        python = config.cluster.container.python if config.cluster.container.kind != "none" else sys.executable
+        python = python_of(config.cluster)
         program = (programs or {}).get(role.name) or (python, "-m", role.module)
         cpus = component.cpus_per_task if role.name in COMPUTING else 1
         environment = {name: str(cpus) for name in THREADS}
@@ -37,8 +38,8 @@ def step_commands(
                 rank=None,
                 world_size=len(role.processes),
                 argv=(
-                    *srun(config.cluster, plan, component, allocation, role),
-                    *container_prefix(config.cluster),
+                    *srun(config, plan, component, allocation, role),
+                    *container_prefix(config),
                     *(python, "-m", "vime.launch.step_rank"),
                     *program,
                 ),
@@ -49,19 +50,24 @@ def step_commands(
     return commands
 
 
-def srun(cluster: Cluster, plan: Plan, component: Component, allocation: Allocation, role: RolePlan) -> list[str]:
+def python_of(cluster: Cluster) -> str:
+    """The Python that runs the roles: the container's, or the one that runs the supervisor."""
+    return cluster.container.python if cluster.container.kind != "none" else sys.executable
+
+
+def srun(config: Config, plan: Plan, component: Component, allocation: Allocation, role: RolePlan) -> list[str]:
     """The srun of one role, without the program. Its ranks are placed as the plan says."""
     used = list(dict.fromkeys(process.node for process in role.processes))
     hosts = [allocation.hosts[component.name][component.nodes.index(node)] for node in used]
     computing = role.name in COMPUTING
     each = max(sum(process.node == node for process in role.processes) for node in used)
     cpus = component.cpus_per_task if computing else 1
-    gpus = gpu_option(cluster, component.gpus_per_node) if computing else []
-    return [*step_options(cluster, plan, component, hosts, len(role.processes), each, cpus, role.name), *gpus]
+    gpus = gpu_option(config.cluster, component.gpus_per_node) if computing else []
+    return [*step_options(config, plan, component, hosts, len(role.processes), each, cpus, role.name), *gpus]
 
 
 def step_options(
-    cluster: Cluster, plan: Plan, component: Component, hosts: list[str], tasks: int, each: int, cpus: int, name: str
+    config: Config, plan: Plan, component: Component, hosts: list[str], tasks: int, each: int, cpus: int, name: str
 ) -> list[str]:
     """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers."""
     group = [f"--het-group={plan.components.index(component)}"] if plan.layout == "hetjob" else []
@@ -82,8 +88,8 @@ def step_options(
         "--mpi=none",
         "--kill-on-bad-exit=1",
         "--input=none",
-        *cluster.slurm.srun,
-        *pyxis_options(cluster),
+        *config.cluster.slurm.srun,
+        *pyxis_options(config),
     ]
 
 
@@ -95,28 +101,36 @@ def gpu_option(cluster: Cluster, count: int) -> list[str]:
     return [f"--gpus-per-node={named}" if cluster.slurm.gpus == "gpus-per-node" else f"--gres=gpu:{named}"]
 
 
-def pyxis_options(cluster: Cluster) -> list[str]:
-    """The container options of srun, without mounts of the run, which `container_mounts` adds; [] without pyxis."""
-    container = cluster.container
+def pyxis_options(config: Config) -> list[str]:
+    """The container options of srun; [] without pyxis."""
+    cluster, container = config.cluster, config.cluster.container
     if container.kind != "pyxis":
         return []
     names = [*ROLE_VARIABLES, *cluster.environment, *container.environment]
     workdir = [f"--container-workdir={container.workdir}"] if container.workdir else []
-    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    mounts = [f"--container-mounts={','.join(_mounts(config))}"]
     # A variable set in the image beats the host's unless it is named here.
     environment = [f"--container-env={','.join(names)}"]
     return [f"--container-image={container.image}", *mounts, *workdir, *environment, *container.extra]
 
 
-def container_prefix(cluster: Cluster) -> list[str]:
+def container_prefix(config: Config) -> list[str]:
     """What comes before the program where apptainer runs it; [] elsewhere."""
-    container = cluster.container
+    cluster, container = config.cluster, config.cluster.container
     if container.kind != "apptainer":
         return []
-    binds = [f"--bind={mount}" for mount in container.mounts]
+    binds = [f"--bind={mount}" for mount in _mounts(config)]
     workdir = [f"--pwd={container.workdir}"] if container.workdir else []
     gpus = ["--nv"] if cluster.device == "cuda" else []
     return ["apptainer", "exec", *gpus, *binds, *workdir, *container.extra, str(container.image)]
+
+
+def _mounts(config: Config) -> list[str]:
+    """What the site mounts, and the folders of the runs and of the made models under their own names."""
+    own = [f"{config.run.root}:{config.run.root}"]
+    if config.model.tiny is not None:
+        own.append(f"{cache_folder()}:{cache_folder()}")
+    return [*config.cluster.container.mounts, *own]
 
 
 ROLE_VARIABLES = (

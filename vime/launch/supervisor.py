@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,16 +21,18 @@ from vime.config import Config, TinyModel
 from vime.errors import UserError
 from vime.launch.allocation import Allocation
 from vime.launch.attempt import Attempt
+from vime.launch.chain import FRUITLESS, refusals
 from vime.launch.commands import Command, role_commands
 from vime.launch.failure import stop_outcome
 from vime.launch.interface import interface_address
 from vime.launch.model_cache import cached_model, model_key
+from vime.launch.preflight_report import Problem, check_nodes
 from vime.launch.prepare import prepare
 from vime.launch.steps import step_commands
 from vime.launch.stop_signals import Stopped, StopSignals
 from vime.plan import Plan, make_plan
-from vime.role import become_subreaper
-from vime.run_dir import RunDir, Status, utc_now
+from vime.role import Role, become_subreaper
+from vime.run_dir import Failure, RunDir, Status, utc_now
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
 WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")
@@ -58,16 +61,25 @@ def supervise(run: RunDir, signals: StopSignals, commands: Commands = run_comman
     before = run.read_status()
     status = replace(before, state="running", started=before.started or utc_now(), ended=None, failure=None)
     run.write_status(status)
-    try:
-        model = initial_policy(config, run, signals, commands)
-    except WarmupFailed as error:
-        return _end(run, replace(status, state=error.status.state, failure=error.status.failure))
-    except Stopped as stop:
-        state, failure = stop_outcome(stop, run.log("supervisor", 0, status.attempt))
-        return _end(run, replace(status, state=state, failure=failure))
     cluster = config.cluster
     local = cluster.scheduler == "local"
     allocation = None if local else Allocation.from_environment(os.environ, plan)
+    try:
+        model = initial_policy(config, run, signals, commands)
+        if allocation is not None:
+            problems = check_nodes(run, config, plan, allocation, signals, status.attempt)
+            if problems:
+                return _refuse(run, status, problems, cluster.slurm.requeue)
+    except WarmupFailed as error:
+        state, failure = error.status.state, error.status.failure
+        if allocation is not None and state in ("cancelled", "timeout"):
+            # The nested run knows no scheduler: why it was stopped is asked here.
+            signum = signal.SIGUSR2 if state == "timeout" else signal.SIGTERM
+            state, failure = stop_outcome(Stopped(signum, orphaned=False), run, cluster, allocation)
+        return _end(run, replace(status, state=state, failure=failure))
+    except Stopped as stop:
+        state, failure = stop_outcome(stop, run, cluster, allocation)
+        return _end(run, replace(status, state=state, failure=failure))
     attempt = Attempt(
         run=run,
         cluster=cluster,
@@ -129,6 +141,20 @@ def _on_this_node(config: Config) -> Config:
         return config
     here = {"scheduler": "local", "host": interface_address(config.cluster.interface)}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=here)})
+
+
+def _refuse(run: RunDir, status: Status, problems: Sequence[Problem], requeue: bool) -> Status:
+    """The end of an attempt whose nodes are not fit: the guardian requeues the job away from them, within limits."""
+    nodes = sorted({problem.node for problem in problems})
+    again = requeue and refusals(run) < FRUITLESS
+    role = Role(run.path, "", 0, "supervisor", status.attempt, "", 0, 1, "", Path())
+    run.append_event(role, "nodes_refused", nodes=nodes, problems=[str(problem) for problem in problems])
+    if again:
+        return _end(run, replace(status, state="requeued"))
+    log = run.log("supervisor", 0, status.attempt)
+    tail = [str(problem) for problem in problems]
+    failure = Failure("preflight", 0, nodes[0], None, None, utc_now(), str(log), tail)
+    return _end(run, replace(status, state="failed", failure=failure))
 
 
 def _end(run: RunDir, status: Status) -> Status:
