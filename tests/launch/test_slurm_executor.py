@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from submitit.core.plugins import get_executors
+
+from vime.launch import scheduler
+from vime.launch.slurm_executor import VimeExecutor, VimeJob, Watcher
+from vime.run_dir import RunDir, State, Status
+
+
+def test_submitit_finds_the_executor_by_its_entry_point() -> None:
+    assert get_executors()["vime"] is VimeExecutor
+
+
+@pytest.mark.parametrize(
+    ("state", "word", "done"),
+    [
+        ("pending", "UNKNOWN", False),
+        ("running", "UNKNOWN", False),
+        ("requeued", "REQUEUED", False),
+        ("completed", "COMPLETED", True),
+        ("failed", "FAILED", True),
+        ("cancelled", "CANCELLED", True),
+    ],
+)
+def test_a_state_that_slurm_does_not_know_is_the_runs_own_and_unknown_is_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, word: str, done: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol, no squeue, no sacct
+    run = RunDir(tmp_path)
+    run.write_status(Status(state))
+    watcher = Watcher(accounting=True)
+    watcher.runs["7"] = run
+    assert watcher.get_state("7", mode="force") == word
+    assert watcher.is_done("7") == done
+    assert watcher.get_state("8", mode="force") == "UNKNOWN"
+
+
+def test_the_controller_is_asked_first_and_accounting_for_what_it_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def ask(command: list[str]) -> str | None:
+        asked.append(command[0])
+        if command[0] == "scontrol":
+            return "JobId=7 JobName=x JobState=RUNNING Reason=None" if command[-1] == "7" else None
+        return "8+0|FAILED\n8+1|CANCELLED\n"
+
+    monkeypatch.setattr(scheduler, "ask", ask)
+    assert scheduler.job_states(["7", "8"], accounting=True) == {"7": "RUNNING", "8": "FAILED"}
+    assert asked == ["scontrol", "scontrol", "sacct"]
+    assert scheduler.job_states(["7", "8"]) == {"7": "RUNNING"}
+
+
+def test_a_job_asks_the_shared_watcher() -> None:
+    assert isinstance(VimeJob.watcher, Watcher)
