@@ -59,7 +59,8 @@ class SlurmCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="vime-slurm-", dir=None if root is None else root / "tmp"))
         # The folder as the daemons see it.
         self.seen = self.folder if root is None else Path("/") / self.folder.relative_to(root)
-        self._enter: tuple[str, ...] = () if root is None else ("chroot", str(root))
+        # What comes before a command of this cluster.
+        self.enter: tuple[str, ...] = () if root is None else ("chroot", str(root))
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))},
             "PATH": _PATH,
@@ -75,7 +76,7 @@ class SlurmCluster:
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command as a person logged in to the cluster."""
         done = subprocess.run(
-            [*self._enter, *command], env=self.environ, capture_output=True, text=True, check=False, timeout=timeout
+            [*self.enter, *command], env=self.environ, capture_output=True, text=True, check=False, timeout=timeout
         )
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done
@@ -170,7 +171,7 @@ class SlurmCluster:
     def _daemon(self, name: str, command: Sequence[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [*self._enter, *command] if self._enter else [shutil.which(command[0], path=_PATH) or "", *command[1:]],
+                [*self.enter, *command] if self.enter else [shutil.which(command[0], path=_PATH) or "", *command[1:]],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

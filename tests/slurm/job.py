@@ -62,7 +62,7 @@ class SlurmRun:
     def _launch(self, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         with (self.root / "launcher.log").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, str(SCRIPTS / "launcher.py"), *arguments],
+                [*self.cluster.enter, sys.executable, str(SCRIPTS / "launcher.py"), *arguments],
                 env={**self.cluster.environ, **(environ or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+from vime.compose import ROOT
+
 RELEASE = "trixie"
-PACKAGES = ("slurm-wlm", "munge", "procps")
+PACKAGES = ("slurm-wlm", "munge", "procps", "libffi8", "libsqlite3-0", "libgomp1")
+"""Slurm, and the libraries that this machine's Python takes from its system."""
 MIRROR = "http://deb.debian.org/debian"
-MOUNTS = ("proc", "sys", "dev")
+KERNEL = ("/proc", "/sys", "/dev")
 LONGEST = 900.0
 """Seconds that making the folder may take."""
 
@@ -24,26 +28,36 @@ class NoTrixie(Exception):
 
 
 def root() -> Path:
-    """The folder to chroot into, made if it is missing, with /proc, /sys and /dev in it. Raises NoTrixie."""
+    """The folder to chroot into, made if it is missing, with what a job needs of this machine. Raises NoTrixie."""
     if os.geteuid() != 0:
         raise NoTrixie("only root can chroot")
     cache = Path(os.environ.get("VIME_CACHE") or Path.home() / ".cache" / "vime")
     folder = cache / f"slurm-{RELEASE}"
     if not folder.is_dir():
         _make(folder)
-    for name in MOUNTS:
-        target = folder / name
+    for source in _shared():
+        target = folder / source.removeprefix("/")
+        target.mkdir(parents=True, exist_ok=True)
         if not target.is_mount():
-            done = subprocess.run(["mount", "--rbind", f"/{name}", str(target)], capture_output=True, text=True)
+            bind = "--rbind" if source in KERNEL else "--bind"
+            done = subprocess.run(["mount", bind, source, str(target)], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoTrixie(f"cannot mount {target}: {done.stderr.strip()}")
+            subprocess.run(["mount", "--make-rslave", str(target)], capture_output=True, check=False)
     return folder
 
 
 def release_mounts(folder: Path) -> None:
-    """Take /proc, /sys and /dev out of the folder again, so that removing the folder cannot reach them."""
-    for name in MOUNTS:
-        subprocess.run(["umount", "--recursive", "--lazy", str(folder / name)], capture_output=True, check=False)
+    """Take this machine's folders out again, so that removing the folder cannot reach them."""
+    for source in reversed(_shared()):
+        target = str(folder / source.removeprefix("/"))
+        subprocess.run(["umount", "--recursive", "--lazy", target], capture_output=True, check=False)
+
+
+def _shared() -> list[str]:
+    """Folders of this machine that a job needs: the kernel's, the tests' own, the checkout and its Python."""
+    own = [tempfile.gettempdir(), str(ROOT), sys.prefix, sys.base_prefix]
+    return [*KERNEL, *(path for path in dict.fromkeys(own) if not path.startswith("/usr"))]
 
 
 def _make(folder: Path) -> None:
