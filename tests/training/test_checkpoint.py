@@ -156,6 +156,21 @@ def _part(
     return _train(rank, store, world_size, model, folder, batches, training, until=step, resume=step > 1)
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_bfloat16_goes_on_exactly(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, distributed: bool
+) -> None:
+    """Its master weights are float32: going on from the rounded ones would show."""
+    model, batches = prepared
+    layout = {"dtype": "bfloat16", "distributed_optimizer": distributed}
+    whole = ranks.run(2, _uninterrupted, model, tmp_path / "whole", batches[:2], layout)
+    for step in (1, 2):
+        parts = ranks.run(2, _part, model, tmp_path / "parts", batches, layout, step)
+    assert parts[0]["metrics"] == whole[0]["metrics"][1:]
+    for name, tensor in whole[0]["weights"].items():
+        assert torch.equal(parts[0]["weights"][name], tensor), name
+
+
 def test_random_states_come_back_in_the_same_layout(
     ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path
 ) -> None:
