@@ -25,7 +25,7 @@ CANDIDATES = ("chunked", "chunked_entropy", "plain")
 FLOAT = 4
 
 
-def measure(tokens: int = 8192, vocabulary: int = 32768, width: int = 256, chunk: int = 1024) -> dict[str, Any]:
+def measure(tokens: int = 4096, vocabulary: int = 32768, width: int = 256, chunk: int = 1024) -> dict[str, Any]:
     """Extra bytes and seconds of each candidate, float32.
 
     chunked: vocab_parallel_logprobs with a loss of logprobs, as GRPO without an entropy bonus has. chunked_entropy:

@@ -46,7 +46,7 @@ SIZES = {
 }
 
 
-def measure(sizes: Mapping[str, Size] = SIZES, rounds: int = 9) -> dict[str, Any]:
+def measure(sizes: Mapping[str, Size] = SIZES, rounds: int = 7) -> dict[str, Any]:
     """Seconds of a step, by size and candidate; the ratios are the bare loop's time over vime's.
 
     train: Learner.train on packs that are ready, as the bare loop's are. load: what the trainer does before it: reading

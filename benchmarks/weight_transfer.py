@@ -30,7 +30,7 @@ FIXED = ("pause", "start_weight_update", "finish_weight_update", "reset_prefix_c
 """The other calls of an update."""
 
 
-def measure(models: Mapping[str, TinyModel] = MODELS, blocks: int = 3, updates: int = 4) -> dict[str, Any]:
+def measure(models: Mapping[str, TinyModel] = MODELS, blocks: int = 2, updates: int = 5) -> dict[str, Any]:
     """Seconds, by model, of whole updates with and without verification, of each HTTP call, and of the raw broadcast.
 
     The trainer is two data-parallel ranks, of which rank 0 sends. The candidates take turns in `blocks` blocks of
