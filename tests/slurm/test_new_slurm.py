@@ -8,7 +8,11 @@ import pytest
 
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.shape import Nodes, Shape
-from tests.slurm.test_run import (  # noqa: F401  # the same tests, by the fixture below on another Slurm
+from tests.slurm.test_requeue import (  # noqa: F401  # the same tests, by the fixture below on another Slurm
+    test_a_job_that_is_requeued_from_outside_goes_on,
+    test_usr2_saves_and_requeues_and_attempt_2_completes,
+)
+from tests.slurm.test_run import (  # noqa: F401
     test_a_killed_rank_is_named_with_its_node_within_seconds,
     test_a_killed_supervisor_leaves_nothing_on_any_node,
     test_a_run_completes_in_both_layouts,
