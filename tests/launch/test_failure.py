@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vime.cluster import Cluster
+from vime.cluster import Cluster, Slurm
 from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
 from vime.launch.failure import first_cause, stop_outcome, tail
@@ -61,6 +61,12 @@ def test_what_a_stop_signal_means(tmp_path: Path) -> None:
         "slurmstepd-a: error: *** JOB 7 ON a CANCELLED AT 2026-11-29T21:03:35 DUE TO JOB REQUEUE ***\n"
     )
     assert outcome(signal.SIGTERM, False, job) == ("requeued", None)
+    cluster = Cluster(name="here", slurm=Slurm(requeue=False))
+    assert outcome(signal.SIGUSR2, False, job) == ("timeout", None)
+    state, failure = outcome(signal.SIGTERM, False, job)
+    assert state == "failed"
+    assert failure is not None
+    assert failure.tail[-1].endswith("DUE TO JOB REQUEUE ***")
     state, failure = outcome(signal.SIGTERM, True)
     assert state == "failed"
     assert failure is not None

@@ -62,7 +62,14 @@ def stop_outcome(
         return "failed", launcher_failure("guardian", run.log("supervisor", 0, run.read_status().attempt))
     if stop.signum == signal.SIGUSR2:
         return ("requeued" if allocation is not None and cluster.slurm.requeue else "timeout"), None
-    return (job_fate(batch_log(run, allocation.job_id)) if allocation is not None else "cancelled"), None
+    if allocation is None:
+        return "cancelled", None
+    log = batch_log(run, allocation.job_id)
+    fate = job_fate(log)
+    if fate == "requeued" and not cluster.slurm.requeue:
+        # Preempted, or a node was lost, and nobody starts the job again. SLURM's words are the log.
+        return "failed", launcher_failure("supervisor", log)
+    return fate, None
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -11,11 +12,14 @@ from rich.table import Table
 
 from vime.config import Config
 from vime.launch.script import batch_command, sbatch_text
+from vime.node_list import compress
 from vime.plan import Component, Plan, Process, RolePlan
 from vime.time_limit import text as time_text
 
 PORT = "<port>"
 """Servers bind a free port and publish it; no plan knows it."""
+MANY = 8
+"""Nodes of a role that get a line each."""
 
 
 def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
@@ -54,11 +58,13 @@ def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | 
         # Too narrow a terminal folds a cell; it never hides a module's name.
         table.add_column(column, overflow="fold")
     for role in plan.roles:
-        for node in dict.fromkeys(process.node for process in role.processes):
-            there = [process for process in role.processes if process.node == node]
-            ranks = ranges([process.rank for process in there])
-            last = _address(role, node) if on_slurm else role.module
-            table.add_row(role.name, role.component, node, ranks, _devices(config, role, there), last)
+        for nodes, processes in _rows(role):
+            ranks = ranges(sorted({process.rank for process in processes}))
+            if len(nodes) > 1:
+                ranks += f", {len(processes) // len(nodes)} a node"
+            last = _address(role, processes) if on_slurm else role.module
+            devices = _devices(config, role, processes)
+            table.add_row(role.name, role.component, compress(nodes), ranks, devices, last)
     console.print(table)
     for line in [*_lines(config, plan), *(f"warning    {warning}" for warning in plan.warnings)]:
         console.print(line, markup=False, soft_wrap=True)
@@ -78,17 +84,31 @@ def ranges(numbers: list[int]) -> str:
 
 
 def _devices(config: Config, role: RolePlan, processes: list[Process]) -> str:
-    gpus = [gpu for process in processes for gpu in process.devices]
+    gpus = sorted({gpu for process in processes for gpu in process.devices})
     if gpus:
         return f"gpu {ranges(gpus)}"
     return "cpu" if role.name in ("trainer", "engine") or config.cluster.device == "cpu" else "-"
 
 
-def _address(role: RolePlan, node: str) -> str:
+def _rows(role: RolePlan) -> list[tuple[list[str], list[Process]]]:
+    """The role's processes by node; by runs of equal nodes where one line a node would be many."""
+    rows: list[tuple[list[str], list[Process]]] = []
+    for node in dict.fromkeys(process.node for process in role.processes):
+        rows.append(([node], [process for process in role.processes if process.node == node]))
+    if len(rows) <= MANY:
+        return rows
+    merged: list[tuple[list[str], list[Process]]] = []
+    for _, equal in itertools.groupby(rows, lambda row: [(process.devices, process.part) for process in row[1]]):
+        together = list(equal)
+        merged.append(([node for nodes, _ in together for node in nodes], [p for _, there in together for p in there]))
+    return merged
+
+
+def _address(role: RolePlan, processes: list[Process]) -> str:
     if role.name not in ("engine", "router"):
         return "-"
-    urls = [_url(process) for process in role.processes if process.node == node and process.part == 0]
-    return ", ".join(dict.fromkeys(urls)) or "part of the engine before"
+    nodes = list(dict.fromkeys(process.node for process in processes if process.part == 0))
+    return f"http://{compress(nodes)}:{PORT}" if nodes else "part of the engine before"
 
 
 def _url(process: Process) -> str:

@@ -58,6 +58,12 @@ def job_states(job_ids: Sequence[str], accounting: bool = False) -> dict[str, st
     return found
 
 
+def in_queue(job_id: str) -> bool | None:
+    """Whether a job of this user waits, runs or is ending; None when SLURM does not answer."""
+    listed = ask(["squeue", "-h", "--me", "-o", "%i"])
+    return None if listed is None else job_id in {re.split(r"[+_.]", row)[0] for row in listed.split()}
+
+
 def read_sacct(rows: str) -> dict[str, str]:
     """Job id -> state of `JobID|State` rows. The row `123+0` is the leader of the heterogeneous job 123."""
     states = {}

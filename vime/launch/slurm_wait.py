@@ -35,6 +35,9 @@ def stay_on_slurm(run: RunDir, job: Job[Any]) -> Status:
             follow(run, watch.alive)
     except KeyboardInterrupt:
         _cancel(run, job, watch)
+    status = run.read_status()
+    if status.state == "requeued" and watch.state in ENDED:
+        run.write_status(replace(status, state="running"))  # what it waited for will not happen
     return close(run, launcher_failure("supervisor", batch_log(run, job.job_id)))
 
 

@@ -24,7 +24,8 @@ from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.prepare import prepare
 from vime.launch.process_tree import descendants
 from vime.launch.processes import KILL_TIMEOUT
-from vime.launch.slurm_executor import VimeExecutor, job_of, newest_job
+from vime.launch.scheduler import in_queue
+from vime.launch.slurm_executor import VimeExecutor, newest_job
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan import Plan, make_plan
 from vime.role import Role
@@ -95,11 +96,9 @@ def launcher_role(run: RunDir, attempt: int) -> Role:
 
 
 def _alive(run: RunDir, config: Config) -> bool:
-    """Whether a run without a final status may still be running."""
+    """Whether a run without a final status may still be running. No answer of SLURM means that it may."""
     job = newest_job(run)
-    if config.cluster.scheduler == "slurm" and job is not None:
-        return not job_of(run, job, config).done(force_check=True)
-    return False
+    return config.cluster.scheduler == "slurm" and job is not None and in_queue(job) is not False
 
 
 def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
