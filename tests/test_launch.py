@@ -143,6 +143,14 @@ def test_a_dry_run_of_a_slurm_job_ends_with_exactly_the_script(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_many_equal_nodes_are_one_line(tmp_path: Path) -> None:
+    arguments = ("cluster=gb200", "recipe=qwen3_4b_grpo", "training.ranks=64", "rollout.engines=20", "--dry-run")
+    rows = [line.split("  ") for line in run(tmp_path, *arguments).stdout.splitlines() if " trainer-[" in line]
+    [row] = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert row == ["trainer", "trainer", "trainer-[0-15]", "0-63, 4 a node", "gpu 0-3", "-"]
+    assert "http://rollout-[0-9]:<port>" in run(tmp_path, *arguments).stdout
+
+
 def test_a_dry_run_of_a_sweep_shows_every_combination(tmp_path: Path) -> None:
     (tmp_path / "lr.yaml").write_text("grid: {training.learning_rate: [1e-6, 2e-6], run.seed: [1, 2]}\n")
     done = run(tmp_path, "sweep=lr.yaml", "cluster=h200", "recipe=qwen3_4b_grpo", "--dry-run", "--json")

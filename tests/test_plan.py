@@ -94,9 +94,15 @@ def test_case_5_more_prompts_a_step_than_there_are_problems_are_refused() -> Non
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_the_numbers(overrides: tuple[str, ...], words: str) -> None:
-    message = refused(*overrides)
+    message = refused("model.tiny={layers: 4, heads: 4, kv_heads: 2, context: 128}", *overrides)
     assert words in message
     assert message.startswith("command line: ")
+
+
+def test_an_engine_may_hold_each_key_value_head_equally_often() -> None:
+    wide = ("model.tiny={layers: 4, heads: 12, kv_heads: 2, context: 128}",)
+    assert config(*wide, "rollout.tensor_parallel=4").rollout.tensor_parallel == 4
+    assert "does not divide the model's 2 key-value heads; use 2" in refused(*wide, "rollout.tensor_parallel=3")
 
 
 def test_rank_ranges() -> None:

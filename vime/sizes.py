@@ -30,15 +30,15 @@ def _check_batch(config: Config, shape: ModelShape) -> None:
 
 def _check_split(config: Config, shape: ModelShape) -> None:
     engine = config.rollout.tensor_parallel if config.rollout.engines else 1
-    for name, width, what, size in (
-        ("training.tensor_parallel", config.training.tensor_parallel, "attention heads", shape.heads),
-        ("training.tensor_parallel", config.training.tensor_parallel, "key-value heads", shape.kv_heads),
-        ("rollout.tensor_parallel", engine, "attention heads", shape.heads),
-        # An engine wider than the key-value heads holds each of them several times.
-        ("rollout.tensor_parallel", min(engine, shape.kv_heads), "key-value heads", shape.kv_heads),
-    ):
-        if size % width:
-            raise UserError(f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}")
+    widths = {"training.tensor_parallel": config.training.tensor_parallel, "rollout.tensor_parallel": engine}
+    for name, width in widths.items():
+        for what, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+            # An engine that is wider than there are key-value heads holds each of them equally often.
+            repeated = name.startswith("rollout") and what == "key-value heads" and width % size == 0
+            if size % width and not repeated:
+                raise UserError(
+                    f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}"
+                )
     stages = config.training.pipeline_parallel
     if shape.layers % stages:
         right = _divisor(shape.layers, stages)
