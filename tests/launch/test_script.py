@@ -101,7 +101,7 @@ def test_a_partitioned_job_is_one_allocation_in_the_partition_of_both(cluster: P
 def test_a_run_without_engines_is_one_component(cluster: Path) -> None:
     script = text(cluster, recipe="tiny_sft")
     assert "hetjob" not in script
-    assert dict(options(script))["nodes"] == "2"
+    assert (dict(options(script))["nodes"], dict(options(script))["partition"]) == ("2", "train")
 
 
 @pytest.mark.parametrize(

@@ -49,3 +49,14 @@ def test_a_wrong_one_is_not(slurm_clusters: Clusters, tmp_path: Path, right: str
     (tmp_path / "job.sbatch").write_text(text.replace(right, wrong))
     command = ("sbatch", "--test-only", str(tmp_path / "job.sbatch"))
     assert slurm_clusters(SHAPES["a100"]).run(*command, check=False).returncode != 0
+
+
+def test_what_is_written_once_holds_for_every_component(slurm: SlurmCluster) -> None:
+    script = golden("minislurm", "hetjob", "tiny_grpo")
+    leader = slurm.run("sbatch", "--parsable", "--hold", "--chdir=/tmp", str(script)).stdout.strip()
+    jobs = [slurm.job(f"{leader}+{component}") for component in range(2)]
+    assert [(job["Partition"], job["NumNodes"].split("-")[0]) for job in jobs] == [("train", "2"), ("rollout", "1")]
+    for job in jobs:
+        assert (job["TimeLimit"], job["Requeue"], job["MinMemoryNode"]) == ("02:00:00", "1", "0")
+        assert job["OverSubscribe"] == "NO"
+        assert job["Comment"] == "/lustre/runs/tiny_grpo-1"

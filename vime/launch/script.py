@@ -38,6 +38,8 @@ def sbatch_text(
     sections = ["\n".join(_option(*item) for item in _job_options(config, plan, run_dir, dependency))]
     if plan.layout == "hetjob":
         sections += ["\n#SBATCH hetjob\n".join(_lines(config, component) for component in plan.components)]
+    elif len(plan.components) == 1:
+        sections += [_lines(config, plan.components[0])]
     else:
         sections += [_lines(config, _whole(config, plan), partitioned=True)]
     return "\n".join(["#!/bin/bash -l", *sections, "", *_body(config.cluster, command), ""])
