@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from vime.compose import compose
 from vime.errors import UserError
@@ -178,6 +180,59 @@ def test_what_cannot_be_placed_is_refused_with_the_numbers(overrides: tuple[str,
 )
 def test_sizes_that_a_model_cannot_take_are_refused(recipe: str, overrides: tuple[str, ...], words: str) -> None:
     assert words in refused("gb200", recipe, *overrides)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cluster=st.sampled_from(CLUSTERS),
+    layout=st.sampled_from(["hetjob", "partitioned"]),
+    replicas=st.integers(1, 12),
+    width=st.sampled_from([1, 2, 4, 8]),
+    experts=st.sampled_from([1, 2, 8, 16]),
+    engines=st.integers(1, 12),
+    engine=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_whatever_is_planned_keeps_its_promises(
+    cluster: str, layout: str, replicas: int, width: int, experts: int, engines: int, engine: int
+) -> None:
+    ranks = replicas * width
+    assume(ranks % experts == 0 and 256 % replicas == 0)
+    base = compose(cluster, "glm45_air_grpo", [f"launch.layout={layout}", "training.context_parallel=1"])
+    sizes = {"ranks": ranks, "tensor_parallel": width, "pipeline_parallel": 1, "expert_parallel": experts}
+    config = base.model_copy(
+        update={
+            "training": base.training.model_copy(update=sizes),
+            "rollout": base.rollout.model_copy(update={"engines": engines, "tensor_parallel": engine}),
+            "model": base.model.model_copy(update={"shape": None}),  # of unknown sizes: memory is another test's
+        }
+    )
+    try:
+        planned = make_plan(config)
+    except UserError:
+        return
+    node = config.cluster.node
+    seats = [(p.node, device) for role in planned.roles for p in role.processes for device in p.devices]
+    assert len(seats) == len(set(seats)) == ranks + engines * engine
+    assert max(device for _, device in seats) < node.gpus
+    trainer, engine_role = planned.role("trainer"), planned.role("engine")
+    assert trainer is not None
+    assert engine_role is not None
+    assert [p.rank for p in trainer.processes] == list(range(ranks))
+    assert {p.rank for p in engine_role.processes} == set(range(engines))
+
+    def domain(name: str) -> tuple[str, int]:
+        component, index = name.split("-")
+        part = planned.component(component)  # type: ignore[arg-type]
+        assert part is not None
+        return (component if layout == "hetjob" else "", (part.first_node + int(index)) // (part.segment or 1))
+
+    for size, what in ((width, "tensor_parallel"), (experts, "expert_parallel")):
+        groups = [trainer.processes[first : first + size] for first in range(0, ranks, size)]
+        inside = all(len({domain(p.node) for p in group}) == 1 for group in groups)
+        assert inside or any(f"training.{what}={size} spans" in warning for warning in planned.warnings)
+    parts = [[p for p in engine_role.processes if p.rank == index] for index in range(engines)]
+    inside = all(len({domain(p.node) for p in group}) == 1 for group in parts)
+    assert inside or any(f"rollout.tensor_parallel={engine} spans" in warning for warning in planned.warnings)
 
 
 def test_an_sft_run_needs_no_rollout_nodes(tmp_path: Path) -> None:

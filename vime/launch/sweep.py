@@ -84,10 +84,18 @@ def _submit_lanes(due: Sequence[Member], lanes: int) -> list[tuple[RunDir, Job[A
 def _wait(jobs: Sequence[tuple[RunDir, Job[Any]]]) -> bool:
     """Stay until every run has ended; Ctrl-C cancels those that have not. Returns whether all are completed."""
     gone: dict[str, float] = {}
+    told: set[str] = set()
     try:
         with ended_by_signals():
             while True:
-                open_jobs = [(run, job) for run, job in jobs if not run.read_status().terminal]
+                open_jobs = []
+                for run, job in jobs:
+                    status = run.read_status()
+                    if not status.terminal:
+                        open_jobs.append((run, job))
+                    elif job.job_id not in told:
+                        told.add(job.job_id)
+                        print(f"{utc_now()} {run.path.name} {status.state} ({len(told)} of {len(jobs)})", flush=True)
                 states = job_states([job.job_id for _, job in open_jobs])
                 for _, job in open_jobs:
                     if states.get(job.job_id) in ENDED:
