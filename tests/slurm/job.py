@@ -46,6 +46,8 @@ class SlurmRun:
     ) -> None:
         self.cluster, self.root = cluster, root
         (root / "runs").mkdir(parents=True)
+        sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 128}
+        (root / "config.json").write_text(json.dumps(sizes))
         self.write(programs)
         (root / "config.yaml").write_text(dump_resolved(config_in(root, *overrides)))
         self.launcher = self._launch(str(root / "config.yaml"), *flags, environ=environ)

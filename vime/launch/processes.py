@@ -34,7 +34,7 @@ class End:
     rank: int = 0
     node: str = field(default_factory=node_name)
     stopped: bool = False
-    """It was told to stop by a signal that the supervisor did not send: the scheduler ends the job, or this step."""
+    """The scheduler ends the job, or this step, and with it this rank. The cause when the supervisor hears no more."""
 
     @property
     def succeeded(self) -> bool:

@@ -39,7 +39,7 @@ class StepProcess:
         if code is None:
             return ends, False
         ends += self._reports()
-        if code == 0:
+        if code == 0 and not self._ended:
             return [*ends, self._end(RankReport(0, self._nodes.get(0, ""), utc_now(), 0, True, 0), self.output)], True
         if not self._ended:
             # Refused by SLURM, or ended before any wrapper could say something: srun's messages are the log.
@@ -95,8 +95,10 @@ class StepProcess:
         ends = []
         for rank, name in there:
             if rank not in self._ended:
-                # After another rank's end srun kills the rest of the step: then that is the cause.
-                report = RankReport(rank, name, utc_now(), 0, True, None, "SIGKILL", stopped=bool(self._ended))
+                # After another rank's end srun kills the rest of the step: then that is the cause. After a node's end
+                # SLURM ends the job, and says so in a moment.
+                stopped = bool(self._ended) or node is not None
+                report = RankReport(rank, name, utc_now(), 0, True, None, "SIGKILL", stopped)
                 log = self.run.log(self.command.role, rank, self.attempt)
                 ends.append(self._end(report, self.output if node or not log.exists() else log))
         self._ended.update(rank for rank, _ in there)

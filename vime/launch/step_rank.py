@@ -48,7 +48,7 @@ class RankReport:
     exit_code: int | None = None
     signal: str | None = None
     stopped: bool = False
-    """The role was told to stop by a signal to this rank, or by the supervisor: its end is nobody's cause."""
+    """It was told to stop by a signal to this rank, or lost in what SLURM ends as a whole: not a cause by itself."""
 
     def line(self) -> str:
         """The line, without its newline."""
