@@ -105,6 +105,11 @@ class BufferWriter:
         if len(self._groups) >= self._config.groups_per_chunk:
             self._commit_chunk()
 
+    @property
+    def next_commits(self) -> bool:
+        """Whether the next `add` writes a chunk; the others only remember the group."""
+        return len(self._groups) + 1 >= self._config.groups_per_chunk
+
     def commit_batch(self, step: int, metrics: Mapping[str, float], cursor: Mapping[str, Any]) -> Manifest:
         """Commit everything added since the last batch as the batch of `step`, and announce it.
 

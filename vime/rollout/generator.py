@@ -146,7 +146,10 @@ class Generator:
 
 
 async def _keep(writer: BufferWriter, group: Group) -> None:
-    await asyncio.to_thread(writer.add, group)
+    if writer.next_commits:  # files are written beside the event loop, which has requests to serve
+        await asyncio.to_thread(writer.add, group)
+    else:
+        writer.add(group)
 
 
 def main() -> int:

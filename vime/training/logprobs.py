@@ -85,9 +85,11 @@ class _Logprobs(torch.autograd.Function):
             picked = torch.where(here, picked - largest, torch.zeros_like(picked))
             shifted = logits.sub_(largest.unsqueeze(1))
             exponent = shifted.exp()
+            total = exponent.sum(dim=-1)
             # sum of p * logit, with 0 * -inf of padding words taken as 0
-            weighted = (exponent * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
-            sums = _all_reduce(torch.stack([exponent.sum(dim=-1), weighted, picked]), dist.ReduceOp.SUM, group)
+            weighted = exponent.mul_(shifted.clamp_(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+            sums = _all_reduce(torch.stack([total, weighted, picked]), dist.ReduceOp.SUM, group)
+            del logits, shifted, exponent  # before the next chunk's are made
             log_sum = sums[0].log()
             logprobs[rows] = sums[2] - log_sum
             entropies[rows] = log_sum - sums[1] / sums[0]
@@ -110,12 +112,16 @@ class _Logprobs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, temperature, vocabulary - first)
             log_p = logits.sub_(normaliser[rows].unsqueeze(1))
-            p = log_p.exp()
             # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
-            grad = p * -grad_logprobs[rows].unsqueeze(1)
-            if grad_entropies is not None:
-                log_p = log_p.clamp(min=torch.finfo(torch.float32).min)
-                grad -= p * (log_p + entropies[rows].unsqueeze(1)) * grad_entropies[rows].unsqueeze(1)
+            if grad_entropies is None:
+                grad = log_p.exp_().mul_(-grad_logprobs[rows].unsqueeze(1))
+            else:
+                grad = log_p.exp()
+                # In place: these are the largest tensors of a step. p comes first, because 0 * -max is 0 and stays so.
+                log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropies[rows].unsqueeze(1))
+                log_p.mul_(grad).mul_(grad_entropies[rows].unsqueeze(1))
+                grad.mul_(grad_logprobs[rows].unsqueeze(1)).add_(log_p).neg_()
+            del logits, log_p
             local = targets[rows] - first
             here = (local >= 0) & (local < weight.shape[0])
             picked = torch.where(here, grad_logprobs[rows], torch.zeros_like(grad_logprobs[rows]))
@@ -125,4 +131,5 @@ class _Logprobs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight += (grad.t() @ hidden[rows]).float()
+            del grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
