@@ -24,23 +24,37 @@ STEPS = 12
 COMPARED = ("train/loss", "train/lr", "train/grad_norm", "train/entropy_loss", "rollout/response_len/mean")
 
 
+SFT = (
+    "recipe=tiny_sft",
+    f"training.steps={STEPS}",
+    "training.save_interval=4",
+    "training.warmup_steps=4",
+    "rollout.prompts_per_step=256",
+)
+GRPO = (
+    "recipe=tiny_grpo",
+    "model.warmup=null",
+    "model.tiny.initializer_range=0.08",
+    "data.reward=tests.training.letter_reward:letter_reward",
+    "rollout.prompts_per_step=16",
+    "evaluation.prompts=0",
+    "training.steps=5",
+    "training.save_interval=2",
+)
+
+
 def launch(root: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start the launcher on a small run of sft: two ranks, no engine."""
+    """Start the launcher on a small run of two ranks, or with `--resume`."""
     settings = [
         "cluster=local",
-        "recipe=tiny_sft",
         f"run.root={root}",
         f"run.name={name}",
-        f"training.steps={STEPS}",
-        "training.save_interval=4",
-        "training.warmup_steps=4",
         "training.adam_eps=1e-4",
         "training.export=false",
-        "rollout.prompts_per_step=256",
     ]
     with open(root / f"{name}.log", "ab") as output:
         return subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "launch.py"), *(arguments or settings)],
+            [sys.executable, str(REPOSITORY / "launch.py"), *([] if "--resume" in arguments else settings), *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
@@ -56,9 +70,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def wait_step(run: RunDir, step: int) -> None:
     """Wait until the metrics of `step` are written."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not any(line["step"] >= step for line in lines(run.metrics)):
-        assert time.monotonic() < deadline, f"waited 120 s for step {step}"
+        assert time.monotonic() < deadline, f"waited 240 s for step {step}"
         time.sleep(0.01)
 
 
@@ -80,7 +94,7 @@ def interrupt(run: RunDir, how: str) -> None:
 
 def finished(run: RunDir, process: subprocess.Popen[bytes]) -> Status:
     """The run's status once its launcher has ended."""
-    process.wait(180)
+    process.wait(300)
     return run.read_status()
 
 
@@ -88,7 +102,7 @@ def finished(run: RunDir, process: subprocess.Popen[bytes]) -> Status:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     root = tmp_path_factory.mktemp("whole")
     run = RunDir(root / "run")
-    assert finished(run, launch(root, "run")).state == "completed", (root / "run.log").read_text()
+    assert finished(run, launch(root, "run", *SFT)).state == "completed", (root / "run.log").read_text()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_12", "step_8"]
     assert list((run.buffer / "chunks").iterdir()) == []  # consumed, and covered by a checkpoint
     return run
@@ -104,7 +118,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     whole: RunDir, ranks: Ranks, tmp_path: Path, how: str, state: str, layout: list[str]
 ) -> None:
     run = RunDir(tmp_path / "run")
-    first = launch(tmp_path, "run")
+    first = launch(tmp_path, "run", *SFT)
     wait_step(run, 5)
     interrupt(run, how)
     status = finished(run, first)
@@ -141,7 +155,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 @pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_not_started_again(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    first = launch(tmp_path, "run")
+    first = launch(tmp_path, "run", *SFT)
     wait_step(run, 1)
     interrupt(run, "killed")
     assert finished(run, first).state == "failed"
@@ -156,3 +170,26 @@ def test_a_run_without_a_checkpoint_is_not_started_again(tmp_path: Path) -> None
         f"error: cannot resume: {run.checkpoints} has no complete checkpoint; step_4 is incomplete: it has no complete"
     )
     assert run.metrics.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_an_engine_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    whole, run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "run")
+    assert finished(whole, launch(tmp_path, "whole", *GRPO)).state == "completed", (tmp_path / "whole.log").read_text()
+    first = launch(tmp_path, "run", *GRPO)
+    wait_step(run, 3)
+    interrupt(run, "killed")
+    assert finished(run, first).state == "failed"
+    second = launch(tmp_path, "run", "--resume", str(run.path))
+    assert finished(run, second).state == "completed", (tmp_path / "run.log").read_text()
+    expected = {line["step"]: line for line in lines(whole.metrics)}
+    resumed = [line for line in lines(run.metrics) if line["attempt"] == 2]
+    assert [line["step"] for line in resumed] in ([3, 4, 5], [5])
+    for line in lines(run.metrics):
+        for name, value in expected[line["step"]].items():
+            if name.startswith(("train/", "rollout/")):
+                assert line[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (line["attempt"], line["step"], name)
+    assert all(line["train/grad_norm"] > 1e-3 for line in expected.values())  # there was something to lose
+    updates = [event for event in lines(run.events) if event["event"] == "weights_updated" and event["attempt"] == 2]
+    # The engine of the second attempt began with the initial policy, and was given the checkpoint's before anything.
+    assert (updates[0]["version"], updates[0]["verified"]) == (resumed[0]["step"] - 1, True)
