@@ -220,7 +220,7 @@ class Attempt:
             try:
                 self.signals.wait(min(left, POLL))
             except Stopped:
-                if stopping and not ends:
+                if stopping and all(end.stopped for end in ends):
                     raise
             ends += [end for end in processes.poll() if not end.succeeded]
         return ends
