@@ -10,7 +10,7 @@ from pathlib import Path
 from vime.cluster import Cluster
 from vime.launch.allocation import Allocation
 from vime.launch.processes import End
-from vime.launch.scheduler import batch_log, job_fate
+from vime.launch.scheduler import batch_log, job_fate, output_of
 from vime.launch.stop_signals import Stopped
 from vime.run_dir import Failure, RunDir, State, node_name, utc_now
 
@@ -65,7 +65,7 @@ def stop_outcome(
     if allocation is None:
         return "cancelled", None
     log = batch_log(run, allocation.job_id)
-    fate = job_fate(log)
+    fate = job_fate(log, *output_of(os.getppid()))
     if fate == "requeued" and not cluster.slurm.requeue:
         # Preempted, or a node was lost, and nobody starts the job again. SLURM's words are the log.
         return "failed", launcher_failure("supervisor", log)

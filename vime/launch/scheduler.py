@@ -76,24 +76,37 @@ def read_sacct(rows: str) -> dict[str, str]:
 
 
 def batch_log(run: RunDir, job_id: str) -> Path:
-    """Where the batch step of a job writes."""
+    """Where the batch step of a job writes, unless it is a task of an array."""
     return run.submitit / f"{job_id}_0_log.out"
 
 
-def job_fate(log: Path) -> State:
-    """Why SLURM ends the job whose batch step wrote `log`: cancelled, timeout, or requeued.
+def output_of(pid: int) -> list[Path]:
+    """The file that process `pid` prints into, when it is one. A batch step's holds SLURM's notices, wherever it is."""
+    try:
+        path = Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:
+        return []
+    return [path] if path.is_file() else []
+
+
+def job_fate(*logs: Path) -> State:
+    """Why SLURM ends the job whose batch step wrote one of `logs`: cancelled, timeout, or requeued.
 
     While it ends, its state is COMPLETING whatever the reason; the reason is in slurmstepd's notice.
     """
     deadline = time.monotonic() + NOTICE_TIME
     while True:
-        try:
-            notices = list(_NOTICE.finditer(log.read_text(errors="replace")))
-        except OSError:
-            notices = []
+        notices = [notice for log in logs for notice in _notices(log)]
         if notices or time.monotonic() > deadline:
             return read_notice(notices[-1]["why"] or "" if notices else "")
         time.sleep(0.1)
+
+
+def _notices(log: Path) -> list[re.Match[str]]:
+    try:
+        return list(_NOTICE.finditer(log.read_text(errors="replace")))
+    except OSError:
+        return []
 
 
 def read_notice(why: str) -> State:

@@ -77,9 +77,9 @@ def _start(run: RunDir, config: Config, plan: Plan, wait: bool, supervisor: tupl
         # Nothing runs: the folder says so, and keeps what was refused.
         run.write_status(replace(run.read_status(), state="failed", ended=utc_now()))
         raise
+    if on_slurm:
+        print(f"submitted job {job.job_id}", flush=True)
     if not wait:
-        if on_slurm:
-            print(f"submitted job {job.job_id}", flush=True)
         print(run.path, flush=True)
         return 0
     status = stay_on_slurm(run, job) if on_slurm else stay(run, job, config.cluster.stop_timeout)

@@ -65,11 +65,11 @@ def supervise(run: RunDir, signals: StopSignals, commands: Commands = run_comman
     local = cluster.scheduler == "local"
     allocation = None if local else Allocation.from_environment(os.environ, plan)
     try:
-        model = initial_policy(config, run, signals, commands)
         if allocation is not None:
             problems = check_nodes(run, config, plan, allocation, signals, status.attempt)
             if problems:
                 return _refuse(run, status, problems, cluster.slurm.requeue)
+        model = initial_policy(config, run, signals, commands)
     except WarmupFailed as error:
         state, failure = error.status.state, error.status.failure
         if allocation is not None and state in ("cancelled", "timeout"):
