@@ -16,7 +16,7 @@ PREEMPTING = (
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
     # The signal of --signal comes at the start of the grace time.
-    "PreemptParameters=send_user_signal",
+    "SlurmctldParameters=preempt_send_user_signal",
 )
 
 
