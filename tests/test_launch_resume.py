@@ -1,0 +1,60 @@
+"""`launch.py --resume RUN`: what it refuses, and what an override of a run's own configuration means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import launch
+from vime.compose import compose, dump_resolved, load_resolved, override_resolved
+from vime.errors import UserError
+from vime.run_dir import RunDir, Status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs the directory of a run"),
+        (["--resume", "--wait"], "--resume needs the directory of a run"),
+        (["--resume=runs/a", "cluster=local"], "--resume takes cluster from the run"),
+        (["--resume", "runs/a", "recipe=tiny_sft"], "--resume takes recipe from the run"),
+        (["--resume", "runs/a", "--dry-run"], "it cannot be used with --resume"),
+        (["--resume", "nowhere"], "is not a run directory"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_completed_run_and_a_misspelt_override_are_refused_and_nothing_is_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text(dump_resolved(compose("local", "tiny_sft")))
+    run.write_status(Status("completed"))
+    assert launch.main(["--resume", str(tmp_path)]) == 2
+    assert "is completed: there is nothing to resume" in capsys.readouterr().err
+    run.write_status(Status("cancelled", attempt=3))
+    assert launch.main(["--resume", str(tmp_path), "training.step=5"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+    assert run.read_status() == Status("cancelled", attempt=3)
+    assert not run.plan.exists()
+
+
+def test_overrides_change_a_runs_configuration_and_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_resolved(compose("local", "tiny_sft")))
+    changed = override_resolved(file, ["training.ranks=4", "training.learning_rate=1e-6"])
+    assert (changed.training.ranks, changed.training.learning_rate) == (4, 1e-6)
+    assert load_resolved(file).training.ranks == 2
+    with pytest.raises(UserError, match="128 samples do not divide over the 3 data-parallel ranks"):
+        override_resolved(file, ["training.ranks=3"])
