@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,49 @@ def test_a_run_that_is_warned_of_its_end_saves_and_goes_on(slurm: SlurmCluster, 
     attempts = [(step["step"], step["attempt"]) for step in _steps(run)]
     assert [step for step, _ in attempts] == list(range(1, 31))
     assert [step for step, attempt in attempts if attempt == 1][-1] == saved
+
+
+def _pids(run: RunDir, *parts: str) -> list[int]:
+    """Live processes of the run whose command line holds all of `parts`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+                mine = str(run.path).encode() in (entry / "environ").read_bytes() or str(run.path) in line
+            except OSError:
+                continue
+            if mine and all(part in line for part in parts):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(("victim", "node"), [("engine", "rollout0"), ("trainer", "train1")])
+def test_a_killed_part_is_named_and_nothing_is_left(
+    slurm: SlurmCluster, tmp_path: Path, victim: str, node: str
+) -> None:
+    overrides = [f"run.root={tmp_path}", "run.name=run", "training.steps=10000", "evaluation.prompts=0"]
+    small = ["rollout.prompts_per_step=8", "rollout.max_restarts=0"]
+    launcher = _launch(slurm, tmp_path, "cluster=minislurm", "recipe=tiny_grpo", "--wait", *overrides, *small)
+    run = RunDir(tmp_path / "run")
+    try:
+        until(lambda: run.status.exists() and run.read_status().step >= 1, LONGEST, "step 1")
+        if victim == "engine":
+            # The server below the engine's parent, which may not start it again.
+            killed = _pids(run, "vllm.entrypoints")
+        else:
+            log = (run.logs / "latest" / "supervisor-0.log").read_text()
+            killed = [int(pid) for pid in re.findall(r"started trainer-1: pid (\d+) on", log)]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        until(lambda: run.read_status().failure is not None, 10, "the failure")
+        print(f"{victim}: {time.monotonic() - began:.1f} s")
+        assert launcher.wait(90) == 1
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait(120)
+    failure = run.read_status().failure
+    assert failure is not None
+    assert (run.read_status().state, failure.role, failure.node) == ("failed", victim, node)
+    until(lambda: not _pids(run), 15, "no process of the run on any node")
