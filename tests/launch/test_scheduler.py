@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from vime.launch import scheduler
 from vime.launch.scheduler import job_fate, read_notice, read_sacct
 from vime.run_dir import State
 
@@ -30,8 +31,13 @@ def test_why_slurm_ends_a_job(tmp_path: Path, why: str, state: State) -> None:
     due = f" DUE TO {why}" if why else ""
     old = "slurmstepd-a: error: *** JOB 7 ON a CANCELLED AT 2026-11-29T20:00:00 DUE TO TIME LIMIT ***\n"
     log.write_text(f"{old}slurmstepd-a: error: *** JOB 7 ON a CANCELLED AT 2026-11-29T21:03:35{due} ***\nmore\n")
-    assert job_fate(log) == state
+    assert job_fate("7", log) == state
 
 
-def test_a_job_that_ends_without_a_notice_was_cancelled(tmp_path: Path) -> None:
-    assert job_fate(tmp_path / "none") == "cancelled"
+@pytest.mark.parametrize(("known", "state"), [("PENDING", "requeued"), ("CANCELLED", "cancelled"), (None, "cancelled")])
+def test_a_job_that_ends_without_a_notice_was_requeued_if_it_waits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str | None, state: State
+) -> None:
+    monkeypatch.setattr(scheduler, "NOTICE_TIME", 0.1)
+    monkeypatch.setattr(scheduler, "job_states", lambda jobs: {"7": known} if known else {})
+    assert job_fate("7", tmp_path / "none") == state

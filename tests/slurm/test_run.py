@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,17 @@ def test_a_killed_rank_is_named_with_its_node_within_seconds(start: Start, victi
     run.check_nothing_left()
     learnt = next(line for line in run.supervisor_log().splitlines() if f"{victim} on {node} ended" in line)
     assert abs(seconds(recorded) - seconds(learnt.split()[0])) < 5
+
+
+def test_a_rank_whose_wrapper_is_killed_is_named_too(start: Start) -> None:
+    run = start({**SERVING, "trainer": ["daemon"]})
+    run.wait_started("trainer-0-daemon", "trainer-1-daemon")
+    status = Path(f"/proc/{run.seen()['trainer-1']['pid']}/status").read_text()
+    os.kill(int(re.findall(r"PPid:\s*(\d+)", status)[0]), signal.SIGKILL)
+    failure = run.wait_state("failed", timeout=20).failure
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.node, failure.signal) == ("trainer", 1, "train1", "SIGKILL")
+    assert run.end(60) == 1
 
 
 def test_an_engine_that_ends_is_named_with_its_exit_code_and_log(start: Start) -> None:

@@ -22,6 +22,7 @@ from vime.launch.failure import GRACE, describe, first_cause, stop_outcome
 from vime.launch.lifeline import VARIABLE as LIFELINE
 from vime.launch.lifeline import Lifeline
 from vime.launch.processes import End, Processes, spawn
+from vime.launch.scheduler import job_states
 from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import INTERFACE, STOP_TIMEOUT
 from vime.launch.stop_signals import Stopped, StopSignals
@@ -99,7 +100,8 @@ class Attempt:
         finally:
             # Written before the teardown as well: the cause must not be lost when this process is killed meanwhile.
             status = replace(status, step=last_step(self.run.metrics) or status.step, failure=failure)
-            if failure is not None:
+            superseded = superseded or attempt_now(self.run, status.attempt) != status.attempt
+            if failure is not None and not superseded:
                 self.run.write_status(status)
                 self.run.append_event(self._supervisor, "failure", role_failed=failure.role, rank_failed=failure.rank)
             if lifeline is not None:
@@ -107,7 +109,7 @@ class Attempt:
             left = processes.stop(self.cluster.stop_timeout + (0 if lifeline is None else WRAPPER_TIME))
             if left:
                 print(f"still there after SIGKILL: {left}", flush=True)
-        if superseded:
+        if superseded or attempt_now(self.run, status.attempt) != status.attempt:
             return self.run.read_status()
         del control  # the store lives until here: a role that is stopping may still use it
         status = replace(status, state=state, ended=utc_now())
@@ -197,7 +199,11 @@ class Attempt:
                     unexpected.append(end)
             if unexpected:
                 unexpected += self._collect(processes, stopping=all(end.stopped for end in unexpected))
-                return first_cause([end for end in unexpected if not end.stopped] or unexpected)
+                causes = [end for end in unexpected if not end.stopped]
+                if not causes and self._job_is_over():
+                    # The slurmd of this node is gone, or it would have told this process too.
+                    raise Stopped(signal.SIGTERM, orphaned=False)
+                return first_cause(causes or unexpected)
             if unfinished:
                 self.signals.wait(POLL)
             if time.monotonic() - looked > STEP_INTERVAL:
@@ -209,6 +215,11 @@ class Attempt:
                     self.run.write_status(replace(status, step=step))
         return None
 
+    def _job_is_over(self) -> bool:
+        """Whether SLURM says that the job does not run any more; no answer is no."""
+        job = None if self.allocation is None else self.allocation.job_id
+        return job is not None and job_states([job]).get(job, "RUNNING") != "RUNNING"
+
     def _collect(self, processes: Processes, stopping: bool) -> list[End]:
         """Unexpected ends in the moment after the first one.
 
@@ -216,7 +227,7 @@ class Attempt:
         """
         ends: list[End] = []
         deadline = time.monotonic() + (STOP_GRACE if stopping else GRACE)
-        while processes.running and (left := deadline - time.monotonic()) > 0:
+        while (processes.running or stopping) and (left := deadline - time.monotonic()) > 0:
             try:
                 self.signals.wait(min(left, POLL))
             except Stopped:

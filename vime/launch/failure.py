@@ -65,7 +65,7 @@ def stop_outcome(
     if allocation is None:
         return "cancelled", None
     log = batch_log(run, allocation.job_id)
-    fate = job_fate(log, *output_of(os.getppid()))
+    fate = job_fate(allocation.job_id, log, *output_of(os.getppid()))
     if fate == "requeued" and not cluster.slurm.requeue:
         # Preempted, or a node was lost, and nobody starts the job again. SLURM's words are the log.
         return "failed", launcher_failure("supervisor", log)

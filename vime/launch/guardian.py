@@ -83,6 +83,8 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     code = child.wait()
     kill_descendants(os.getpid(), KILL_TIMEOUT)
     reap_orphans(frozenset())
+    if run.read_status().attempt != status.attempt:
+        raise RunEnded(f"{run.path}: a later attempt than {status.attempt} has begun elsewhere")
     failure = launcher_failure("supervisor", log, code if code >= 0 else None, signal_name(-code) if code < 0 else None)
     close(RunDir(run.path / "warmup"), failure)
     status = close(run, failure)

@@ -15,6 +15,8 @@ from vime.run_dir import RunDir, State
 ASK_TIMEOUT = 20.0
 NOTICE_TIME = 2.0
 """Seconds that SLURM's notice of why it ends a job may take to show in the batch step's output."""
+COMPLETING_TIME = 10.0
+"""Seconds that a job without a notice may take to leave the state COMPLETING."""
 ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
 )
@@ -89,17 +91,22 @@ def output_of(pid: int) -> list[Path]:
     return [path] if path.is_file() else []
 
 
-def job_fate(*logs: Path) -> State:
+def job_fate(job_id: str, *logs: Path) -> State:
     """Why SLURM ends the job whose batch step wrote one of `logs`: cancelled, timeout, or requeued.
 
-    While it ends, its state is COMPLETING whatever the reason; the reason is in slurmstepd's notice.
+    While it ends, its state is COMPLETING whatever the reason; the reason is in slurmstepd's notice. Where that cannot
+    be written, because the node's own slurmd is gone, a job that waits again was requeued.
     """
     deadline = time.monotonic() + NOTICE_TIME
-    while True:
+    while time.monotonic() < deadline:
         notices = [notice for log in logs for notice in _notices(log)]
-        if notices or time.monotonic() > deadline:
-            return read_notice(notices[-1]["why"] or "" if notices else "")
+        if notices:
+            return read_notice(notices[-1]["why"] or "")
         time.sleep(0.1)
+    deadline = time.monotonic() + COMPLETING_TIME
+    while (state := job_states([job_id]).get(job_id)) == "COMPLETING" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return "requeued" if state in ("PENDING", "REQUEUED") else "cancelled"
 
 
 def _notices(log: Path) -> list[re.Match[str]]:
