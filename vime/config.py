@@ -365,7 +365,7 @@ class Run(Section):
     """Folder of run directories, on the shared filesystem."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run directory. Default: recipe, time and a random suffix."""
-    seed: int = 1234
+    seed: int = Field(1234, ge=0, lt=1 << 63)
     """Seed of prompt order, sampling and training."""
 
 

@@ -298,7 +298,7 @@ def test_missing_steps_and_an_early_end_are_named(tmp_path: Path) -> None:
 def test_drop_reasons_are_bounded(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for index in range(30):
-        run.append_event(role("generator"), "sample_dropped", reason=f"reward raised: {index}")
+        run.append_event(role("generator"), "sample_dropped", samples=8, reasons=[f"reward raised: {index}"])
     dropped = summarize(run).dropped
     assert dropped.samples == 30
     assert len(dropped.reasons) == 9

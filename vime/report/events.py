@@ -92,7 +92,9 @@ def read_events(path: Path, tolerance: float | None = None) -> Events:
         elif name == "weights_updated":
             updates.add(record)
         elif name == "sample_dropped":
-            _count_reason(events.drop_reasons, str(record.get("reason", "unknown")))
+            reasons = record.get("reasons")
+            for reason in reasons if isinstance(reasons, list) and reasons else ["unknown"]:
+                _count_reason(events.drop_reasons, str(reason))
         elif name == "restarted":
             events.engine_restarts[rank] = events.engine_restarts.get(rank, 0) + 1
         elif name == "checkpoint_saved":

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from vime.errors import WaitTimeout
 from vime.rollout.server import SERVED_NAME
 
+SERVED_SECONDS = 10.0
+"""An attempt that lasted longer than this was being served when it broke off."""
+MOST_SERVED = 3
+"""Attempts at one request that may break off so."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
 """Seconds between attempts at a server that does not answer; the last one repeats."""
 
@@ -103,18 +107,21 @@ class RolloutClient:
         return read_completions(answer, prompt, samples)
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        begun = time.monotonic()
-        attempt = 0
+        attempt = served = 0
+        down_since = time.monotonic()
         while True:
+            begun = time.monotonic()
             try:
                 return await self._post_once(body)
             except _Unavailable as error:
+                now = time.monotonic()
+                if now - begun > SERVED_SECONDS:
+                    # Until now an engine was at work on it: patience begins when the engines stop answering.
+                    served, down_since = served + 1, now
                 pause = PAUSES[min(attempt, len(PAUSES) - 1)]
-                waited = time.monotonic() - begun
-                if waited + pause > self._patience:
-                    raise WaitTimeout(
-                        f"waited {waited:.0f} s and {attempt + 1} attempts for an answer of {self._url}: {error}"
-                    ) from error
+                if now - down_since + pause > self._patience or served >= MOST_SERVED:
+                    waited = f"waited {now - down_since:.0f} s and {attempt + 1} attempts"
+                    raise WaitTimeout(f"{waited} for an answer of {self._url}: {error}") from error
                 attempt += 1
                 await asyncio.sleep(pause)
 

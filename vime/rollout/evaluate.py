@@ -69,9 +69,12 @@ async def evaluate(generation: Generation, prompts: Sequence[Prompt], concurrenc
         async with slots:
             return await generation.group(prompt, tally)
 
-    async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(prompt)) for prompt in prompts]
-    rewards = [sample.reward for task in asked if (group := task.result()) is not None for sample in group.samples]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(prompt)) for prompt in prompts]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None  # the first says what is wrong; the role handles it by its own type
+    rewards = [sample.reward for task in asked if (made := task.result()) is not None for sample in made.samples]
     count = max(len(rewards), 1)
     return Result(
         dataset=dataset,

@@ -54,18 +54,21 @@ class Generation:
         Raises UserError, RequestRefused or WaitTimeout for what another try would not mend.
         """
         good: list[Sample] = []
+        reasons: Counter[str] = Counter()
         for attempt in range(self.tries):
             missing = self.samples - len(good)
             for outcome in await self._try(prompt, missing, attempt, tally):
                 if isinstance(outcome, Sample):
                     good.append(outcome)
                 else:
-                    tally.reasons[str(outcome)] += 1
+                    reasons[str(outcome)] += 1
             if len(good) == self.samples:
+                tally.reasons += reasons
                 return Group(prompt.problem.uid, prompt.index, tuple(good))
         tally.dropped += self.samples
-        reasons = [reason for reason, _ in tally.reasons.most_common(3)]
-        self.report("sample_dropped", prompt=prompt.index, samples=self.samples, tries=self.tries, reasons=reasons)
+        tally.reasons += reasons
+        common = [reason for reason, _ in reasons.most_common(3)]
+        self.report("sample_dropped", prompt=prompt.index, samples=self.samples, tries=self.tries, reasons=common)
         return None
 
     async def _try(self, prompt: Prompt, samples: int, attempt: int, tally: Tally) -> list[Sample | Exception]:

@@ -16,7 +16,11 @@ _T = TypeVar("_T")
 
 
 class EngineFault(RuntimeError):
-    """An engine answered with an error, or not at all. The message names the engine and the call."""
+    """An engine broke while it answered, or does not answer. The message names the engine and the call."""
+
+
+class EngineRefused(Exception):
+    """An engine that is well refused a call: it would refuse it again. The message names the engine and the call."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class Fleet:
                 f"engine {address.index} at {address.url} cannot be reached for /{path}: {error}"
             ) from error
         if response.status_code >= 400:
-            raise EngineFault(
+            broken = response.status_code >= 500
+            raise (EngineFault if broken else EngineRefused)(
                 f"engine {address.index} answered /{path} with {response.status_code}: {response.text[:500]}"
             )
         answer = response.json() if response.content else {}

@@ -66,7 +66,12 @@ class GlooTrainerTransfer(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         with ThreadPoolExecutor(max_workers=1) as executor:
             answer = executor.submit(client.init_weight_transfer_engine, payload)
             store = PrefixStore(f"tcp://{address}:{port}", engine._store)
-            engine._group = init_gloo_process_group(store, 0, init_info.world_size, timeout)
+            try:
+                engine._group = init_gloo_process_group(store, 0, init_info.world_size, timeout)
+            except Exception:
+                if answer.done():
+                    answer.result()  # an engine that said why it does not come says more than the wait for it
+                raise
             answer.result()
         return engine
 
@@ -87,7 +92,12 @@ class GlooTrainerTransfer(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         executor = ThreadPoolExecutor(max_workers=1)
         try:
             answer = executor.submit(self.client.update_weights, announcement)
-            self._broadcast(listing, self.source)
+            try:
+                self._broadcast(listing, self.source)
+            except RuntimeError:
+                if answer.done():
+                    answer.result()
+                raise
             answer.result()
         finally:
             # After a failed broadcast an engine may wait in its own until the group's timeout: do not wait for it here.

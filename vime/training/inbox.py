@@ -6,6 +6,8 @@ from collections import deque
 
 from vime.buffer.control import BatchMessage, Control, EngineMessage, StopMessage
 
+RANK_0_MARGIN = 60.0
+"""Seconds that other ranks wait longer than rank 0 does, so that its own words are the ones in the log."""
 Message = BatchMessage | EngineMessage | StopMessage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ class Learner:
         self.module = _data_parallel(self.policy, config)
         self.optimizer = _optimizer(self.module, config.training)
         self.scheduler = _scheduler(self.optimizer, config.training)
+        self.scoring_seconds = 0.0
+        """Seconds that the last step spent on forward passes before its update."""
         self.reference: model.Policy | None = None
         if config.algorithm.kl_coefficient > 0:
             self.reference = model.build(shape, config).requires_grad_(False).eval()
@@ -53,12 +56,14 @@ class Learner:
 
         Raises RuntimeError when the gradient is not finite.
         """
+        started = time.monotonic()
         references: Sequence[Tensor | None] = [None] * len(batch.microbatches)
         if self.reference is not None:
             references = [
                 output[0] if output is not None else None
                 for output in self._score([m.pack for m in batch.microbatches], self.reference)
             ]
+        self.scoring_seconds = time.monotonic() - started
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         step = partial(_train_microbatch, self.config)

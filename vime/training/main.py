@@ -16,7 +16,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.role import Role, die_with_parent
 from vime.run_dir import RunDir, utc_now
-from vime.training.inbox import Inbox, Message
+from vime.training.inbox import RANK_0_MARGIN, Inbox, Message
 
 if TYPE_CHECKING:
     from vime.training.checkpoint import Checkpoints
@@ -75,6 +75,9 @@ class Trainer:
         """Of the prompt stream after the last batch that was trained."""
         self.saved = -1
         """Step of the newest complete checkpoint."""
+        self.decisions = 0
+        """How many messages rank 0 has passed on."""
+        self.stop: StopMessage | None = None
         self.inbox = Inbox(control, config.buffer.wait_timeout)
 
     def run(self) -> None:
@@ -92,7 +95,7 @@ class Trainer:
         self._event("ready")
         self._publish()
         ended = time.monotonic()
-        while self.step < self.config.training.steps:
+        while self.step < self.config.training.steps and self.stop is None:
             waited = time.monotonic()
             message, manifest = self._next(f"the batch of step {self.step + 1} from the generator")
             waited = time.monotonic() - waited
@@ -100,16 +103,16 @@ class Trainer:
                 self._readmit(message)
                 self._publish()
             elif isinstance(message, StopMessage):
-                if message.save:
-                    self._save()
-                break
+                self.stop = message
             else:
                 assert manifest is not None
                 ended = self._train(manifest, waited, ended)
                 if self.config.training.save_interval and self.step % self.config.training.save_interval == 0:
                     self._save()
-        else:
+        if self.stop is None:
             self._finish()
+        elif self.stop.save:
+            self._save()
         parallel.shutdown()
         self._event("stopped", step=self.step)
 
@@ -144,8 +147,14 @@ class Trainer:
         from vime.training.broadcast import broadcast_bytes
 
         kind, body = b"", b""
-        if self.first:
+        turn = f"decided/{self.decisions}"
+        self.decisions += 1
+        if not self.first:
+            # A collective would give up after training.timeout, and generation may take longer than that.
+            self.control.get(turn, self.config.buffer.wait_timeout + RANK_0_MARGIN, f"rank 0, which waits for {what}")
+        else:
             message = self.inbox.next(what, only)
+            self.control.put(turn, True)
             kind = message.model_dump_json().encode()
             if isinstance(message, BatchMessage):
                 body = self.reader.manifest(message).to_bytes()
@@ -179,8 +188,8 @@ class Trainer:
                     **manifest.metrics,
                     **metrics,
                     "perf/step_time": total,
-                    "perf/actor_train_time": trained,
-                    "perf/log_probs_time": 0.0,
+                    "perf/log_probs_time": self.learner.scoring_seconds,
+                    "perf/actor_train_time": trained - self.learner.scoring_seconds,
                     "perf/update_weights_time": updating,
                     "perf/wait_time_ratio": waited / total,
                     "perf/actor_train_tok_per_s": loaded.tokens / trained,
@@ -198,12 +207,15 @@ class Trainer:
             update = self._update(self.sync)
             if update is not None:
                 self._event("weights_updated", **asdict(update))
-        if self.first:
+        if self.first and self.stop is None:
             self.control.publish_version(self.step)
         return time.monotonic() - started
 
     def _update(self, sync: WeightSync) -> Update | None:
-        """Update the engines, once more after each that ended meanwhile and was started again by its parent."""
+        """Update the engines, once more after each that ended meanwhile and was started again by its parent.
+
+        None on other ranks than 0, and when a request to stop came first: the engines then keep what they have.
+        """
         from vime.training.weights import EngineLost
 
         while True:
@@ -212,8 +224,10 @@ class Trainer:
             except EngineLost as lost:
                 self._event("engine_lost", reason=str(lost))
                 message, _ = self._next(f"a restart: {lost}", only=EngineMessage)
-                if not isinstance(message, EngineMessage):
-                    raise
+                if isinstance(message, StopMessage):
+                    self.stop = message
+                    return None
+                assert isinstance(message, EngineMessage)
                 self._readmit(message)
 
     def _readmit(self, message: EngineMessage) -> None:

@@ -21,6 +21,7 @@ from vime.training import hf_weights, parallel
 from vime.training.broadcast import broadcast_json
 from vime.training.fleet import EngineFault, Fleet
 from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+from vime.training.inbox import RANK_0_MARGIN
 from vime.training.learner import Learner
 
 PROBE_TOKENS = 256
@@ -81,16 +82,22 @@ class WeightSync:
         self._source = PolicySource(learner, torch_dtype(config.rollout.dtype))
         self._transfer: TrainerWeightTransferEngine[GlooTrainerInitInfo] | None = None
         self._fleet: Fleet | None = None
+        self._connections = 0
         self._probe = _probe_tokens(learner.policy.architecture.vocabulary, _context(config, learner), config.run.seed)
 
     def connect(self) -> None:
         """Find the engines and join them in a transfer group; again after an engine has restarted."""
+        startup, turn = self._config.cluster.startup_timeout, f"engines/{self._connections}"
+        self._connections += 1
+        self.close()
+        if self._role.rank == 0:
+            addresses = [self._control.engine(i, startup) for i in range(self._config.rollout.engines)]
+            self._fleet = Fleet(addresses, self._role.token, self._config.weights.timeout)
+            self._control.put(turn, True)
+        else:
+            # Engines may take longer to start than a collective may wait.
+            self._control.get(turn, startup + RANK_0_MARGIN, "rank 0, which waits for the engines")
         if parallel.is_first_replica():
-            self.close()
-            if self._role.rank == 0:
-                startup = self._config.cluster.startup_timeout
-                addresses = [self._control.engine(i, startup) for i in range(self._config.rollout.engines)]
-                self._fleet = Fleet(addresses, self._role.token, self._config.weights.timeout)
             self._transfer = self._open()
         dist.barrier()
 
