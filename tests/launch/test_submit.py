@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.job import SERVING, Job, config_in, until
+from tests.launch.job import SCRIPTS, SERVING, SMALLEST, Job, config_in, until
 from vime.errors import UserError
-from vime.launch.submit import submit
+from vime.launch.submit import resume, submit
 from vime.plan import make_plan
 from vime.run_dir import RunDir
 
@@ -62,6 +63,17 @@ def test_what_a_role_is_told(start: Start) -> None:
     for file in job.run.path.rglob("*"):
         if file.is_file() and file.parent.name != "seen":
             assert token.encode() not in file.read_bytes(), file
+
+
+def test_a_run_that_goes_on_is_not_resumed(start: Start) -> None:
+    job = start(SERVING, tiny=SMALLEST)
+    job.wait_started()
+    before = job.run.config.read_bytes()
+    with pytest.raises(UserError, match="still goes on"):
+        resume(job.run.path, ["run.seed=7"], wait=False, supervisor=(sys.executable, str(SCRIPTS / "supervisor.py")))
+    assert (job.run.config.read_bytes(), job.status().attempt) == (before, 1)
+    job.launcher.terminate()
+    job.end(timeout=30)
 
 
 def test_an_engine_that_exits_42_through_a_pipe_while_the_trainer_waits(start: Start) -> None:

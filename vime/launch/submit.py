@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from submitit.local.local import LocalJob
 
 from vime.compose import override_resolved
 from vime.config import Config
 from vime.errors import UserError
-from vime.launch.chain import next_attempt
+from vime.launch.chain import newest_checkpoint, next_attempt
 from vime.launch.failure import GRACE, launcher_failure
 from vime.launch.guardian import SUPERVISOR, Guard, close
 from vime.launch.local_executor import DetachedLocalExecutor
@@ -30,6 +31,7 @@ from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan import Plan, make_plan
 from vime.role import Role
 from vime.run_dir import RunDir, Status, utc_now
+from vime.training.checkpoint_folder import newest
 
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""
@@ -58,8 +60,10 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
     plan = make_plan(config)
     if status.state == "completed":
         raise UserError(f"{run.path} is completed: there is nothing to resume")
-    if not status.terminal and _alive(run, config):
+    if not status.terminal and _alive(run, config, supervisor):
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
+    if overrides and newest_checkpoint(run):
+        newest(run.checkpoints, config)  # a setting that must not change is refused before the old one is overwritten
     prepare(run, config, plan)
     attempt = next_attempt(run, status)
     run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
@@ -95,10 +99,13 @@ def launcher_role(run: RunDir, attempt: int) -> Role:
     return Role(run.path, "", 0, "launcher", attempt, "", 0, 1, "", Path())
 
 
-def _alive(run: RunDir, config: Config) -> bool:
-    """Whether a run without a final status may still be running. No answer of SLURM means that it may."""
-    job = newest_job(run)
-    return config.cluster.scheduler == "slurm" and job is not None and in_queue(job) is not False
+def _alive(run: RunDir, config: Config, supervisor: Sequence[str]) -> bool:
+    """Whether a run without a final status may still be running: on SLURM (no answer means that it may), or here."""
+    if config.cluster.scheduler == "slurm":
+        job = newest_job(run)
+        return job is not None and in_queue(job) is not False
+    commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    return any(supervisor[-1] in command and str(run.path) in command for command in commands)
 
 
 def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
