@@ -109,7 +109,8 @@ def test_its_report_reads(main_job: Outcome) -> None:
     text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert "completed" in text
     data = json.loads(subprocess.run([*command, "--json"], cwd=REPOSITORY, capture_output=True, check=True).stdout)
-    assert data["state"] == "completed"
+    assert data["outcome"]["state"] == "completed"
+    assert data["steps"]["done"] == len(main_job.metrics)
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel"])
