@@ -17,7 +17,6 @@ from vime.compose import ROOT
 RELEASE = "trixie"
 PACKAGES = ("slurm-wlm", "munge", "procps", "libffi8", "libsqlite3-0", "libgomp1")
 """Slurm, and the libraries that this machine's Python takes from its system."""
-MIRROR = "http://deb.debian.org/debian"
 KERNEL = ("/proc", "/sys", "/dev")
 LONGEST = 900.0
 """Seconds that making the folder may take."""
@@ -54,6 +53,16 @@ def release_mounts(folder: Path) -> None:
         subprocess.run(["umount", "--recursive", "--lazy", target], capture_output=True, check=False)
 
 
+def _mirror() -> str:
+    """Where this machine's apt has Debian from. Raises NoTrixie when it has none."""
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    for address in listed:
+        if address.rstrip("/").endswith("/debian"):
+            return address.rstrip("/")
+    raise NoTrixie("apt has no Debian mirror to take trixie from")
+
+
 def _shared() -> list[str]:
     """Folders of this machine that a job needs: the kernel's, the tests' own, the checkout and its Python."""
     own = [tempfile.gettempdir(), str(ROOT), sys.prefix, sys.base_prefix]
@@ -67,7 +76,7 @@ def _make(folder: Path) -> None:
     # Complete by its name: an interrupted one is never taken for the whole.
     with tempfile.TemporaryDirectory(prefix="slurm-", dir=folder.parent) as unfinished:
         made = Path(unfinished) / RELEASE
-        _run("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(made), MIRROR)
+        _run("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", RELEASE, str(made), _mirror())
         made.rename(folder)
 
 
