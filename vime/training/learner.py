@@ -10,22 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from vime.algorithms.masking import NonFiniteLogprob
 from vime.buffer.sample import Sample
-from vime.config import Config, Training
+from vime.config import Config
 from vime.models.family import architecture
-from vime.models.hf_folder import HfReader, torch_dtype
+from vime.models.hf_folder import HfReader
 from vime.training import hf_weights, model, parallel
 from vime.training.batch import Batch, Microbatch
 from vime.training.batching import divide
 from vime.training.loss import Sum, microbatch_loss
 from vime.training.pack import Pack, pack
+from vime.training.trainable import Trainable, forward
 
 
 class Learner:
@@ -41,9 +38,8 @@ class Learner:
             )
         self.policy = model.build(shape, config)
         hf_weights.load(self.policy, HfReader(folder))
-        self.module = _data_parallel(self.policy, config)
-        self.optimizer = _optimizer(self.module, config.training)
-        self.scheduler = _scheduler(self.optimizer, config.training)
+        self.trainable = Trainable(self.policy, config, config.training)
+        self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
         self.scoring_seconds = 0.0
         """Seconds that the last step spent on forward passes before its update."""
         self.reference: model.Policy | None = None
@@ -64,24 +60,17 @@ class Learner:
                 for output in self._score([m.pack for m in batch.microbatches], self.reference)
             ]
         self.scoring_seconds = time.monotonic() - started
-        self.module.zero_grad_buffer()
-        self.optimizer.zero_grad()
         step = partial(_train_microbatch, self.config)
-        sums = self._schedule(step, list(zip(batch.microbatches, references, strict=True)), forward_only=False)
-        finite, gradient_norm, _ = self.optimizer.step()
-        if not finite:
-            raise RuntimeError("the gradient has NaN or infinite values: nothing was updated")
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(increment=1)
-        total = _sum_over_ranks(sums).tolist()
+        updated = self.trainable.update(step, list(zip(batch.microbatches, references, strict=True)))
+        total = _sum_over_ranks(updated.sums).tolist()
         metrics = {
             "train/loss": total[Sum.LOSS],
             "train/pg_loss": total[Sum.POLICY],
             "train/kl_loss": total[Sum.KL],
             "train/entropy_loss": total[Sum.ENTROPY],
             "train/pg_clipfrac": total[Sum.CLIPPED],
-            "train/grad_norm": float(gradient_norm or 0.0),
-            "train/lr": float(rate),
+            "train/grad_norm": updated.gradient_norm,
+            "train/lr": updated.learning_rate,
         }
         if self.config.algorithm.name != "sft":  # demonstrations have no rollout logprobs
             metrics["train/train_rollout_logprob_abs_diff"] = total[Sum.LOGPROB_DIFFERENCE]
@@ -109,25 +98,7 @@ class Learner:
 
     def _score(self, packs: Sequence[Pack], policy: model.Policy) -> list[Tensor | None]:
         """Forward passes alone: float32 [2, labelled tokens] a pack on the last stage, None on the others."""
-        with torch.no_grad():
-            outputs = self._schedule(_score_pack, list(packs), forward_only=True, module=policy)
-        return outputs if outputs else [None] * len(packs)
-
-    def _schedule(
-        self, step: Callable[..., Any], items: list[Any], *, forward_only: bool, module: Any = None
-    ) -> list[Any]:
-        """Run `step` over the items in Megatron's pipeline schedule: what the last stage collected, else nothing."""
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(items),
-            model=module if module is not None else self.module,
-            num_microbatches=len(items),
-            seq_length=self.config.training.max_tokens_per_microbatch,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return results
+        return forward(policy, _score_pack, packs, self.config.training.max_tokens_per_microbatch)
 
 
 def _train_microbatch(
@@ -153,62 +124,6 @@ def _train_microbatch(
 def _score_pack(items: Iterator[Pack], policy: Any) -> tuple[Tensor, Callable[..., Any]]:
     output = policy(**model.inputs(next(items)))
     return output, lambda output, non_loss_data: output
-
-
-def _data_parallel(policy: model.Policy, config: Config) -> DistributedDataParallel:
-    overlap = config.cluster.device == "cuda"
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlap,
-        use_distributed_optimizer=config.training.distributed_optimizer,
-        check_for_nan_in_grad=False,  # the optimizer step checks the reduced gradient
-    )
-    module = DistributedDataParallel(policy.config, ddp, policy)
-    policy.config.no_sync_func = module.no_sync if overlap else None
-    # Token weights already divide by the global batch: pass no token count, by which Megatron would divide again.
-    policy.config.finalize_model_grads_func = lambda chunks, tokens, **rest: finalize_model_grads(chunks, None, **rest)
-    module.broadcast_params()
-    return module
-
-
-def _optimizer(module: DistributedDataParallel, training: Training) -> MegatronOptimizer:
-    dtype = torch_dtype(training.dtype)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=training.learning_rate,
-            min_lr=training.min_learning_rate,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_eps,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            clip_grad=training.clip_grad,
-            use_distributed_optimizer=training.distributed_optimizer,
-        ),
-        [module],
-        use_gloo_process_groups=False,
-    )
-    policy_config = module.module.config
-    policy_config.grad_scale_func = optimizer.scale_loss
-    return optimizer
-
-
-def _scheduler(optimizer: MegatronOptimizer, training: Training) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0 if training.warmup_steps == 0 else training.learning_rate / training.warmup_steps,
-        max_lr=training.learning_rate,
-        min_lr=min(training.min_learning_rate, training.learning_rate),
-        lr_warmup_steps=training.warmup_steps,
-        lr_decay_steps=max(training.steps, training.warmup_steps + 1),
-        lr_decay_style=training.schedule,
-        start_wd=training.weight_decay,
-        end_wd=training.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
 
 
 def _sum_over_ranks(sums: list[Tensor]) -> Tensor:
