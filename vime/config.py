@@ -8,15 +8,18 @@ files, overrides and error lines are `vime.compose`'s work.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from vime.cluster import Cluster as Cluster
-from vime.section import ImportPath, Section
+from vime.data_config import Data as Data
+from vime.rollout_config import Buffer as Buffer
+from vime.rollout_config import Dtype
+from vime.rollout_config import Evaluation as Evaluation
+from vime.rollout_config import Rollout as Rollout
+from vime.section import Section
 from vime.time_limit import TimeLimit, seconds
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 class TinyModel(Section):
@@ -102,54 +105,6 @@ class Model(Section):
         return self
 
 
-class Data(Section):
-    """Prompts, how they become token ids, and how an answer is scored."""
-
-    source: Literal["reasoning_gym", "jsonl"] | ImportPath = "reasoning_gym"
-    """Prompt source: a reasoning_gym task, a JSONL file, or module:function."""
-    task: str = "chain_sum"
-    """reasoning_gym: the task's name."""
-    task_args: dict[str, Any] = {}
-    """reasoning_gym: the task's configuration, passed on unchanged."""
-    template: str = "{question}"
-    """reasoning_gym: the prompt's text, from the problem's `question` and its metadata, such as "{expression} ="."""
-    size: int = Field(10_000, ge=1)
-    """reasoning_gym: how many problems to draw before the held-out ones are set aside."""
-    held_out: float = Field(0.1, gt=0, lt=1)
-    """Share of the problems (by a hash of the question) that is never trained on and is used for evaluation."""
-    path: Path | None = None
-    """jsonl: file of training records, one JSON object a line."""
-    name: str | None = None
-    """jsonl: the data set's name on the Hugging Face hub. With it a run is planned without `path`, not submitted."""
-    eval_path: Path | None = None
-    """jsonl: file of evaluation records. Without it the held-out share of `path` is used."""
-    prompt_key: str = "prompt"
-    """jsonl: key of the prompt, a string or a list of chat messages."""
-    answer_key: str = "answer"
-    """jsonl: key of the reference answer."""
-    format: Literal["chat", "text"] | ImportPath = "chat"
-    """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function."""
-    add_bos: bool = False
-    """text only: put the tokenizer's beginning-of-sequence token in front. A chat template decides by itself."""
-    reward: Literal["task", "math_verify", "exact"] | ImportPath = "task"
-    """Scorer: reasoning_gym's own, math_verify against the answer, exact match, or module:function."""
-    reward_key: str | None = None
-    """Which entry is the reward when the scorer returns a dict."""
-    shuffle: bool = True
-    """Shuffle the prompts anew in each epoch (seeded by run.seed)."""
-
-    @model_validator(mode="after")
-    def _source_is_complete(self) -> Data:
-        if self.source == "jsonl" and self.path is None and self.name is None:
-            raise ValueError("data.source is jsonl, so data.path must name a file")
-        if self.source != "reasoning_gym" and self.reward == "task":
-            raise ValueError(
-                "data.reward=task is reasoning_gym's scorer;"
-                " with another source use math_verify, exact or module:function"
-            )
-        return self
-
-
 class Algorithm(Section):
     """The update rule."""
 
@@ -178,64 +133,6 @@ class Demonstrations(Section):
     """What such a demonstration says instead of the answer."""
     seed: int = 0
     """Seed of which demonstrations decline."""
-
-
-class Rollout(Section):
-    """Generation: the engines and what is asked of them."""
-
-    engines: int = Field(1, ge=0)
-    """vLLM servers. 0 only with algorithm.name=sft."""
-    tensor_parallel: int = Field(1, ge=1)
-    """GPUs (or CPU processes) of one engine."""
-    dtype: Dtype = "bfloat16"
-    """Number format of the engines' weights and activations."""
-    prompts_per_step: int = Field(32, ge=1)
-    """Prompts of one training step."""
-    samples_per_prompt: int = Field(8, ge=1)
-    """Responses to each prompt: the group size."""
-    max_response_tokens: int = Field(8192, ge=1)
-    """Longest response; clamped so that prompt and response fit `context`."""
-    context: int | None = Field(None, ge=2)
-    """Longest prompt plus response, in tokens. Default: the model's own limit."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature. Logprobs are those of the scaled distribution on both sides."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the trainer's logprobs are not those that were sampled from: refused for training."""
-    stop_token_ids: list[int] = []
-    """Token ids that end a response, besides the model's end-of-sequence token."""
-    seeded: bool = True
-    """Seed each request from run.seed, the prompt and the sample, so that a run can be repeated."""
-    concurrency: int = Field(256, ge=1)
-    """Prompts in flight at once."""
-    request_timeout: float = Field(600.0, gt=0)
-    """Seconds one request may take."""
-    tries: int = Field(3, ge=1)
-    """Attempts at a sample whose request or reward fails, before it is dropped and counted."""
-    reward_timeout: float = Field(60.0, gt=0)
-    """Seconds one call of the reward function may take."""
-    memory_fraction: float = Field(0.9, gt=0, lt=1)
-    """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
-    kv_cache_gb: float = Field(1.0, gt=0)
-    """CPU only: memory of the KV cache in GiB."""
-    max_restarts: int = Field(2, ge=0)
-    """Restarts of one engine before its end is the run's failure."""
-    engine_args: dict[str, Any] = {}
-    """Further vLLM server arguments by their long name, such as {max_num_seqs: 128}."""
-
-
-class Buffer(Section):
-    """The bridge between the speeds of generation and training."""
-
-    max_staleness: int = Field(0, ge=0)
-    """How many versions a batch may lag behind the policy it trains. 0 is strictly on-policy."""
-    max_bytes: int = Field(1 << 34, ge=1 << 20)
-    """Unconsumed data at which the generator waits."""
-    groups_per_chunk: int = Field(8, ge=1)
-    """Prompt groups in one chunk file."""
-    wait_timeout: float = Field(1800.0, gt=0)
-    """Seconds a trainer waits for a batch, or the generator for a new version."""
-    file_timeout: float = Field(60.0, gt=0)
-    """Seconds an announced file may take to show on this node (NFS)."""
 
 
 class Training(Section):
@@ -330,19 +227,6 @@ class Weights(Section):
     """Largest mean |difference| of those logprobs. About 1e-4 in float32, 0.05 when a side computes in bfloat16."""
     timeout: float = Field(300.0, gt=0)
     """Seconds one update of all engines may take."""
-
-
-class Evaluation(Section):
-    """Held-out evaluation on the same engines."""
-
-    every: int = Field(0, ge=0)
-    """Evaluate every so many versions; the first and the last are always evaluated unless `prompts` is 0."""
-    prompts: int = Field(0, ge=0)
-    """Held-out prompts. 0 evaluates never."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """Responses to each."""
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
 
 
 class Launch(Section):

@@ -1,0 +1,58 @@
+"""The configuration of prompts: where they come from, how they become token ids, how an answer is scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vime.section import ImportPath, Section
+
+
+class Data(Section):
+    """Prompts, how they become token ids, and how an answer is scored."""
+
+    source: Literal["reasoning_gym", "jsonl"] | ImportPath = "reasoning_gym"
+    """Prompt source: a reasoning_gym task, a JSONL file, or module:function."""
+    task: str = "chain_sum"
+    """reasoning_gym: the task's name."""
+    task_args: dict[str, Any] = {}
+    """reasoning_gym: the task's configuration, passed on unchanged."""
+    template: str = "{question}"
+    """reasoning_gym: the prompt's text, from the problem's `question` and its metadata, such as "{expression} ="."""
+    size: int = Field(10_000, ge=1)
+    """reasoning_gym: how many problems to draw before the held-out ones are set aside."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of the problems (by a hash of the question) that is never trained on and is used for evaluation."""
+    path: Path | None = None
+    """jsonl: file of training records, one JSON object a line."""
+    name: str | None = None
+    """jsonl: the data set's name on the Hugging Face hub. With it a run is planned without `path`, not submitted."""
+    eval_path: Path | None = None
+    """jsonl: file of evaluation records. Without it the held-out share of `path` is used."""
+    prompt_key: str = "prompt"
+    """jsonl: key of the prompt, a string or a list of chat messages."""
+    answer_key: str = "answer"
+    """jsonl: key of the reference answer."""
+    format: Literal["chat", "text"] | ImportPath = "chat"
+    """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function."""
+    add_bos: bool = False
+    """text only: put the tokenizer's beginning-of-sequence token in front. A chat template decides by itself."""
+    reward: Literal["task", "math_verify", "exact"] | ImportPath = "task"
+    """Scorer: reasoning_gym's own, math_verify against the answer, exact match, or module:function."""
+    reward_key: str | None = None
+    """Which entry is the reward when the scorer returns a dict."""
+    shuffle: bool = True
+    """Shuffle the prompts anew in each epoch (seeded by run.seed)."""
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Data:
+        if self.source == "jsonl" and self.path is None and self.name is None:
+            raise ValueError("data.source is jsonl, so data.path must name a file")
+        if self.source != "reasoning_gym" and self.reward == "task":
+            raise ValueError(
+                "data.reward=task is reasoning_gym's scorer;"
+                " with another source use math_verify, exact or module:function"
+            )
+        return self

@@ -1,0 +1,82 @@
+"""The configuration of generation: the engines, the buffer behind them, and held-out evaluation on them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vime.section import Section
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Rollout(Section):
+    """Generation: the engines and what is asked of them."""
+
+    engines: int = Field(1, ge=0)
+    """vLLM servers. 0 only with algorithm.name=sft."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs (or CPU processes) of one engine."""
+    dtype: Dtype = "bfloat16"
+    """Number format of the engines' weights and activations."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts of one training step."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses to each prompt: the group size."""
+    max_response_tokens: int = Field(8192, ge=1)
+    """Longest response; clamped so that prompt and response fit `context`."""
+    context: int | None = Field(None, ge=2)
+    """Longest prompt plus response, in tokens. Default: the model's own limit."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. Logprobs are those of the scaled distribution on both sides."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the trainer's logprobs are not those that were sampled from: refused for training."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response, besides the model's end-of-sequence token."""
+    seeded: bool = True
+    """Seed each request from run.seed, the prompt and the sample, so that a run can be repeated."""
+    concurrency: int = Field(256, ge=1)
+    """Prompts in flight at once."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds one request may take."""
+    tries: int = Field(3, ge=1)
+    """Attempts at a sample whose request or reward fails, before it is dropped and counted."""
+    reward_timeout: float = Field(60.0, gt=0)
+    """Seconds one call of the reward function may take."""
+    memory_fraction: float = Field(0.9, gt=0, lt=1)
+    """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """CPU only: memory of the KV cache in GiB."""
+    max_restarts: int = Field(2, ge=0)
+    """Restarts of one engine before its end is the run's failure."""
+    engine_args: dict[str, Any] = {}
+    """Further vLLM server arguments by their long name, such as {max_num_seqs: 128}."""
+
+
+class Buffer(Section):
+    """The bridge between the speeds of generation and training."""
+
+    max_staleness: int = Field(0, ge=0)
+    """How many versions a batch may lag behind the policy it trains. 0 is strictly on-policy."""
+    max_bytes: int = Field(1 << 34, ge=1 << 20)
+    """Unconsumed data at which the generator waits."""
+    groups_per_chunk: int = Field(8, ge=1)
+    """Prompt groups in one chunk file."""
+    wait_timeout: float = Field(1800.0, gt=0)
+    """Seconds a trainer waits for a batch, or the generator for a new version."""
+    file_timeout: float = Field(60.0, gt=0)
+    """Seconds an announced file may take to show on this node (NFS)."""
+
+
+class Evaluation(Section):
+    """Held-out evaluation on the same engines."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate every so many versions; the first and the last are always evaluated unless `prompts` is 0."""
+    prompts: int = Field(0, ge=0)
+    """Held-out prompts. 0 evaluates never."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
