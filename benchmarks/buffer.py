@@ -44,7 +44,7 @@ def measure(
     repeats: int = 3,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Write and read `samples` x `tokens` (a quarter of them prompt) with routes [tokens - 1, layers, top_k].
+    """Write and read `samples` x `tokens` (a quarter of them prompt) with routes [layers, tokens - 1, top_k].
 
     Returns the sizes used, GB/s of each candidate, ratios against the copy, and the reader's memory as a multiple of
     its share. Files go to a new folder in `folder` (default: the temporary folder) and are deleted.
@@ -150,7 +150,7 @@ def _make(samples: int, tokens: int, layers: int, top_k: int, experts: int) -> l
     rng = np.random.default_rng(0)
     prompt = tokens // 4
     response = tokens - prompt
-    routes = rng.integers(0, experts, (tokens - 1, layers, top_k)).astype(np.uint8 if experts <= 256 else np.uint16)
+    routes = rng.integers(0, experts, (layers, tokens - 1, top_k)).astype(np.uint8 if experts <= 256 else np.uint16)
     made = [
         Sample(
             token_ids=rng.integers(0, 150_000, tokens).astype(np.int32),
@@ -160,7 +160,7 @@ def _make(samples: int, tokens: int, layers: int, top_k: int, experts: int) -> l
             versions=np.array([[0, 3]], np.int32),
             reward=1.0,
             finish_reason="stop",
-            routed_experts=np.roll(routes, number, axis=0),
+            routed_experts=np.roll(routes, number, axis=1),
         )
         for number in range(samples)
     ]

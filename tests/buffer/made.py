@@ -33,7 +33,8 @@ def make_sample(
     logprobs = rng.normal(size=response).astype(np.float32)
     mask = rng.integers(0, 2, response).astype(np.uint8)
     logprobs[(mask == 0) & (rng.random(response) < 0.3)] = np.nan
-    routes = None if experts is None else rng.integers(0, experts, (max(total - 1, 0), LAYERS, TOP_K))
+    routes = None if experts is None else rng.integers(0, experts, (LAYERS, max(total - 1, 0), TOP_K))
+    first_route = 0 if experts is None or rng.random() < 0.5 else int(rng.integers(0, max(total, 1)))
     parts: dict[str, Any] = {
         "token_ids": rng.integers(0, 1 << 31, total).astype(np.int32),
         "prompt_length": prompt,
@@ -43,6 +44,7 @@ def make_sample(
         "reward": float(np.float32(rng.normal())),
         "finish_reason": str(rng.choice(["stop", "length", "abort"])),
         "routed_experts": routes,
+        "first_route": first_route,
         "metadata": {"question": "é 😀", "n": [1, None, 2.5]},
     }
     return Sample(**(parts | changes))
@@ -82,5 +84,5 @@ def assert_same(seen: Sample, wanted: Sample) -> None:
     if seen.routed_experts is not None and wanted.routed_experts is not None:
         assert seen.routed_experts.shape == wanted.routed_experts.shape
         assert (seen.routed_experts == wanted.routed_experts).all()
-    for name in ("prompt_length", "reward", "finish_reason", "metadata"):
+    for name in ("first_route", "prompt_length", "reward", "finish_reason", "metadata"):
         assert getattr(seen, name) == getattr(wanted, name), name

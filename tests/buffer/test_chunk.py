@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,10 @@ def test_the_safetensors_package_reads_the_file(tmp_path: Path) -> None:
     groups = [make_group(3, 3, experts=511)]
     write_chunk(tmp_path, "c.safetensors", groups, 511)
     with safe_open(tmp_path / "c.safetensors", framework="np") as file:
-        assert file.metadata()["format"] == "vime-chunk-1"
+        assert file.metadata()["format"] == "vime-chunk-2"
         token_ids, routes = file.get_tensor("token_ids"), file.get_tensor("routed_experts")
     assert (token_ids == np.concatenate([s.token_ids for s in flat(groups)])).all()
-    assert (routes == np.concatenate([s.routed_experts for s in flat(groups)])).all()
+    assert (routes == np.concatenate([s.routed_experts.reshape(-1, 2) for s in flat(groups)])).all()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_the_safetensors_package_reads_the_file(tmp_path: Path) -> None:
 )
 def test_case_14_expert_ids_survive_in_the_narrowest_type(tmp_path: Path, experts: int, dtype: str) -> None:
     ids = [i for i in (0, 127, 128, 255, 256, 511, 65535, 65536, experts - 1) if i < experts]
-    routes = np.resize(ids, (len(ids), 3, 2)).astype(np.int64)
+    routes = np.resize(ids, (3, len(ids), 2)).astype(np.int64)
     sample = make_sample(np.random.default_rng(0), 1, len(ids), routed_experts=routes)
     write_chunk(tmp_path, "c", [Group("g", 0, (sample,))], experts)
     chunk = Chunk.open(tmp_path / "c")
@@ -103,7 +104,7 @@ def test_case_14_expert_ids_survive_in_the_narrowest_type(tmp_path: Path, expert
     ],
 )
 def test_case_14_an_id_out_of_range_is_refused(tmp_path: Path, wrong: int, held: str, experts: int) -> None:
-    routes = np.zeros((4, 3, 2), held)
+    routes = np.zeros((3, 4, 2), held)
     routes[2, 1, 0] = wrong
     sample = make_sample(np.random.default_rng(0), 2, 3, routed_experts=routes)
     with pytest.raises(ValueError, match=f"expert id {wrong} is out of range for {experts} experts"):
@@ -113,14 +114,40 @@ def test_case_14_an_id_out_of_range_is_refused(tmp_path: Path, wrong: int, held:
 
 def test_routes_need_an_expert_count_and_one_shape(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    one = make_sample(rng, 2, 2, routed_experts=np.zeros((3, 2, 2), np.uint8))
-    other = make_sample(rng, 2, 2, routed_experts=np.zeros((3, 4, 2), np.uint8))
+    one = make_sample(rng, 2, 2, routed_experts=np.zeros((2, 3, 2), np.uint8))
+    other = make_sample(rng, 2, 2, routed_experts=np.zeros((4, 3, 2), np.uint8))
     with pytest.raises(ValueError, match="expert count was not given"):
         write_chunk(tmp_path, "c", [Group("g", 0, (one,))])
     with pytest.raises(ValueError, match=r"different \(layers, top-k\)"):
         write_chunk(tmp_path, "c", [Group("g", 0, (one, other))], 8)
     with pytest.raises(ValueError, match="no samples"):
         write_chunk(tmp_path, "c", [])
+
+
+def test_the_routes_of_some_layers_are_read_alone(tmp_path: Path) -> None:
+    samples = flat([make_group(index, 3, experts=300) for index in range(2)])
+    write_chunk(tmp_path, "c", [Group("g", 0, tuple(samples))], 300)
+    chunk = Chunk.open(tmp_path / "c")
+    for layers in ([], [1], [0, 1], [0, 2], [0, 1, 2]):
+        for index, sample in enumerate(samples):
+            assert sample.routed_experts is not None
+            assert_same(chunk.sample(index, layers), replace(sample, routed_experts=sample.routed_experts[layers]))
+    with pytest.raises(BufferFault, match="sample 0: index 3 is out of bounds"):
+        chunk.sample(0, [3])
+
+
+def test_damage_in_a_layer_is_seen_by_those_who_read_it(tmp_path: Path) -> None:
+    routes = np.arange(3 * 40 * 2, dtype=np.uint8).reshape(3, 40, 2)
+    sample = make_sample(np.random.default_rng(0), 20, 21, routed_experts=routes)
+    write_chunk(tmp_path, "c", [Group("g", 0, (sample,))], 256)
+    content = bytearray((tmp_path / "c").read_bytes())
+    content[content.index(routes[1].tobytes()) + 7] ^= 1
+    (tmp_path / "c").write_bytes(content)
+    chunk = Chunk.open(tmp_path / "c")
+    for layers in ([1], [1, 2], None):
+        with pytest.raises(BufferFault, match="sample 0: the checksum of its data is wrong"):
+            chunk.sample(0, layers)
+    assert (chunk.sample(0, [0, 2]).routed_experts == routes[[0, 2]]).all()
 
 
 @pytest.fixture
@@ -209,11 +236,12 @@ except BufferFault as fault:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_of_an_eighth_touches_an_eighth(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_reader_touches_its_own_samples_and_layers(tmp_path: Path, stages: int) -> None:
     rng = np.random.default_rng(0)
     # 64 samples of 1 MiB, nearly all of it routes: 512 tokens, 128 layers, top-8 and two bytes an id.
     samples = tuple(
-        make_sample(rng, 12, 501, routed_experts=rng.integers(0, 300, (512, 128, 8)).astype(np.uint16))
+        make_sample(rng, 12, 501, routed_experts=rng.integers(0, 300, (128, 512, 8)).astype(np.uint16))
         for _ in range(64)
     )
     write_chunk(tmp_path, "c", [Group("g", 0, samples)], 300)
@@ -226,11 +254,13 @@ def resident():
 path = Path({str(tmp_path / "c")!r})
 read_samples(path, [0])
 before = resident()
-samples = read_samples(path, range(3, 64, 8))
+samples = read_samples(path, range(3, 64, 8), range({128 // stages * (stages - 1)}, 128))
 print(resident() - before, sum(int(s.routed_experts.sum()) for s in samples))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     touched, total = map(int, said.split())
-    share = (tmp_path / "c").stat().st_size / 8
-    assert total == sum(int(s.routed_experts.sum()) for s in samples[3::8] if s.routed_experts is not None)
-    assert 0.8 * share < touched < 1.2 * share
+    share = (tmp_path / "c").stat().st_size / 8 / stages
+    own = [s.routed_experts[128 // stages * (stages - 1) :] for s in samples[3::8] if s.routed_experts is not None]
+    assert total == sum(int(routes.sum()) for routes in own)
+    # The kernel maps 64 KiB around each page that is touched: of the tokens, logprobs, masks and routes of 8 samples.
+    assert 0.8 * share < touched < 1.2 * share + 8 * 4 * (1 << 16)

@@ -26,8 +26,10 @@ RNG = np.random.default_rng(0)
         ({"versions": np.array([[0, 0], [4, 1]], np.int32)}, "start at"),
         ({"versions": np.array([[0, 0], [2, 1], [2, 2]], np.int32)}, "start at"),
         ({"reward": float("nan")}, "reward is nan"),
-        ({"routed_experts": np.zeros((7, 2, 2), np.uint8)}, r"expected integers \[6, layers, top-k\] for 7 tokens"),
-        ({"routed_experts": np.zeros((6, 2, 2), np.float32)}, "expected integers"),
+        ({"routed_experts": np.zeros((2, 7, 2), np.uint8)}, r"expected integers \[layers, 6, top-k\] for 7 tokens"),
+        ({"routed_experts": np.zeros((2, 6, 2), np.float32)}, "expected integers"),
+        ({"first_route": 1}, "first_route is 1, of 0 positions"),
+        ({"routed_experts": np.zeros((2, 6, 2), np.uint8), "first_route": 7}, "first_route is 7, of 6 positions"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:

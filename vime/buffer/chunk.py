@@ -1,7 +1,8 @@
 """A chunk: some prompt groups in one immutable file, of which a reader touches only the samples that it asks for.
 
 The arrays of all samples lie one after the other in flat tensors; offsets say where each sample's part begins. Each
-sample has checksums over all its parts, so that a damaged file is an error and never a wrong sample.
+sample has checksums over all its parts, so that a damaged file is an error and never a wrong sample. Routed experts are
+most of a chunk: a sample's are stored layer by layer, each with its own checksum, and a pipeline stage reads its layers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vime.buffer.files import commit
 from vime.buffer.sample import Group, Sample
 from vime.buffer.tensors import Array, Flat, encode_tensors, map_tensors, raw_bytes
 
-FORMAT = "vime-chunk-1"
+FORMAT = "vime-chunk-2"
 _RAGGED = {
     "token_offsets": "token_ids",
     "response_offsets": "loss_mask",
@@ -34,7 +35,7 @@ _RAGGED = {
 """Offsets [N + 1] of N samples, and the flat tensor they divide. `rollout_logprobs` is divided like `loss_mask`."""
 _SHAPES: dict[str, tuple[str, tuple[int | None, ...]]] = {
     **dict.fromkeys(_RAGGED, ("<i8", ())),
-    "route_sums": ("<u8", ()),
+    "route_sums": ("<u8", (None,)),
     "token_ids": ("<i4", ()),
     "rollout_logprobs": ("<f4", ()),
     "versions": ("<i4", (2,)),
@@ -44,9 +45,10 @@ _SHAPES: dict[str, tuple[str, tuple[int | None, ...]]] = {
     "has_routes": ("u1", ()),
     "json": ("u1", ()),
     "groups": ("u1", ()),
-    "routed_experts": ("", (None, None)),
+    "routed_experts": ("", (None,)),
 }
-"""Type and row shape of every tensor; routes have the type of the expert count and rows of (layers, top-k)."""
+"""Type and row shape of every tensor. Routes have the type of the expert count and a row of top-k for each layer of a
+sample and each of its positions, in this order; their sums have a row of layers for each sample."""
 
 
 class ChunkInfo(BaseModel):
@@ -70,6 +72,7 @@ class GroupRange(BaseModel):
 
 
 _GROUPS = TypeAdapter(list[GroupRange])
+_DAMAGED = "the checksum of its data is wrong"
 
 
 def route_dtype(experts: int) -> np.dtype[Any]:
@@ -93,7 +96,7 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
     if not samples:
         raise ValueError("a chunk without groups has no samples")
     routes = _routes(samples, experts)
-    texts = [_json({"finish_reason": s.finish_reason, "metadata": s.metadata}) for s in samples]
+    texts = [_json(_facts(sample)) for sample in samples]
     rewards = np.array([s.reward for s in samples], "<f4")
     has_routes = np.array([s.routed_experts is not None for s in samples], "u1")
     firsts = list(accumulate((len(group.samples) for group in groups), initial=0))
@@ -112,12 +115,12 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
         "rollout_logprobs": [s.rollout_logprobs for s in samples],
         "versions": [s.versions for s in samples],
         "loss_mask": [s.loss_mask for s in samples],
-        "routed_experts": routes,
+        "routed_experts": [ids.reshape(len(ids) * ids.shape[1], ids.shape[2]) for ids in routes],
         "json": [np.frombuffer(text, "u1") for text in texts],
         "rewards": [rewards],
         "has_routes": [has_routes],
         "checksums": [np.array(checksums, "<u4")],
-        "route_sums": [np.array([_word_sum(ids) for ids in routes], "<u8")],
+        "route_sums": [np.array([[_word_sum(layer) for layer in ids] for ids in routes], "<u8")],
         "groups": [np.frombuffer(ranges, "u1")],
     }
     for offsets, flat in _RAGGED.items():
@@ -163,20 +166,24 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.tensors["rewards"])
 
-    def sample(self, index: int) -> Sample:
-        """Sample `index`, checked. Raises BufferFault when its data are damaged, IndexError when there is none such."""
+    def sample(self, index: int, layers: Sequence[int] | None = None) -> Sample:
+        """Sample `index`, checked, with the routes of `layers` (in rising order) instead of all; of others no byte is read.
+
+        Raises BufferFault when its data are damaged or it has no such layer, IndexError when there is no such sample.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path} has {len(self)} samples, no sample {index}")
         with _naming(self.path, f"sample {index}: "):
             token_ids, versions = self._part("token_offsets", index), self._part("version_offsets", index)
             loss_mask = self._part("response_offsets", index)
             logprobs = self._part("response_offsets", index, "rollout_logprobs")
-            routes, text = self._part("route_offsets", index), self._part("json_offsets", index).tobytes()
+            text = self._part("json_offsets", index).tobytes()
             reward = self.tensors["rewards"][index : index + 1]
             has_routes = self.tensors["has_routes"][index : index + 1]
             checksum = _checksum(token_ids, loss_mask, logprobs, versions, reward, has_routes, text)
-            if checksum != self.tensors["checksums"][index] or _word_sum(routes) != self.tensors["route_sums"][index]:
-                raise ValueError("the checksum of its data is wrong")
+            routes = self._routes(index, layers) if has_routes[0] else None
+            if checksum != self.tensors["checksums"][index]:
+                raise ValueError(_DAMAGED)
             facts = json.loads(text)
             return Sample(
                 token_ids=token_ids,
@@ -186,35 +193,47 @@ class Chunk:
                 versions=versions,
                 reward=float(reward[0]),
                 finish_reason=facts["finish_reason"],
-                routed_experts=routes if has_routes[0] else None,
+                routed_experts=routes,
+                first_route=facts.get("first_route", 0),
                 metadata=facts["metadata"],
             )
+
+    def _routes(self, index: int, layers: Sequence[int] | None) -> Array:
+        """Expert ids [layers, positions, top-k] of a sample: views of the file where the layers follow each other."""
+        sums, rows = self.tensors["route_sums"][index], self._part("route_offsets", index)
+        every = rows.reshape(len(sums), -1, rows.shape[1])
+        chosen = list(range(len(sums)) if layers is None else layers)
+        if [_word_sum(every[layer]) for layer in chosen] != [int(sums[layer]) for layer in chosen]:
+            raise ValueError(_DAMAGED)
+        if chosen and chosen == list(range(chosen[0], chosen[-1] + 1)):
+            return every[chosen[0] : chosen[-1] + 1]
+        return every[np.array(chosen, int)]
 
     def _part(self, offsets: str, index: int, flat: str | None = None) -> Array:
         begin, end = self.tensors[offsets][index : index + 2].tolist()
         return self.tensors[flat or _RAGGED[offsets]][begin:end]
 
 
-def read_samples(path: Path, indices: Sequence[int]) -> list[Sample]:
+def read_samples(path: Path, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
     """The samples of a chunk at `indices`, in that order; touches no others. Raises like `Chunk`."""
     chunk = Chunk.open(path)
-    return [chunk.sample(index) for index in indices]
+    return [chunk.sample(index, layers) for index in indices]
 
 
 def _routes(samples: Sequence[Sample], experts: int | None) -> list[Array]:
-    """Each sample's expert ids [rows, layers, top-k] in the narrowest type; no rows where it has no routes."""
-    shapes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
+    """Each sample's expert ids [layers, positions, top-k] in the narrowest type; no positions where it has no routes."""
+    shapes = {s.routed_experts.shape[::2] for s in samples if s.routed_experts is not None}
     if len(shapes) > 1:
         raise ValueError(f"samples of one chunk have routes of different (layers, top-k): {sorted(shapes)}")
     if shapes and experts is None:
         raise ValueError("samples carry routed experts, but the model's expert count was not given")
-    shape = shapes.pop() if shapes else (0, 0)
+    layers, top_k = shapes.pop() if shapes else (0, 0)
     dtype = route_dtype(experts or 1)
     routes: list[Array] = []
     for sample in samples:
         ids = sample.routed_experts
         if ids is None:
-            ids = np.empty((0, *shape), dtype)
+            ids = np.empty((layers, 0, top_k), dtype)
         elif ids.size and experts is not None:
             # The comparison with the type's own largest value saves a pass over uint8 ids of 256 experts.
             lowest = int(ids.min()) if ids.dtype.kind == "i" else 0
@@ -259,6 +278,11 @@ def _word_sum(array: Array) -> int:
     whole = len(raw) // 8 * 8
     rest = int.from_bytes(raw[whole:].tobytes(), "little")
     return (int(raw[:whole].view("<u8").sum(dtype=np.uint64)) + rest) % (1 << 64)
+
+
+def _facts(sample: Sample) -> dict[str, Any]:
+    facts: dict[str, Any] = {"finish_reason": sample.finish_reason, "metadata": sample.metadata}
+    return facts | ({"first_route": sample.first_route} if sample.first_route else {})
 
 
 def _json(value: Any) -> bytes:

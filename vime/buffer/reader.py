@@ -33,11 +33,14 @@ class BufferReader:
             raise BufferFault(f"{path} was announced as the batch of step {message.step}, not of {manifest.step}")
         return manifest
 
-    def samples(self, manifest: Manifest, indices: Sequence[int]) -> list[Sample]:
-        """The samples at `indices` (positions in `manifest.samples`), in that order.
+    def samples(
+        self, manifest: Manifest, indices: Sequence[int], layers: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """The samples at `indices` (positions in `manifest.samples`), in that order, with the routes of `layers` only.
 
-        Waits for each chunk that it needs, and touches only the pages of the samples asked for. The arrays are views of
-        the mapped files: keep them no longer than until the batch is collected. Raises like `manifest`.
+        layers: places in the routes' first axis, in rising order; None for all.
+        Waits for each chunk that it needs, and touches only the pages of what is asked for. The arrays are views of the
+        mapped files: keep them no longer than until the batch is collected. Raises like `manifest`.
         """
         sizes = {chunk.name: chunk.bytes for chunk in manifest.chunks}
         opened: dict[str, Chunk] = {}
@@ -53,7 +56,7 @@ class BufferReader:
                 raise BufferFault(
                     f"{chunk.path} has {len(chunk)} samples, the batch of step {manifest.step} wants {entry.index}"
                 )
-            sample = chunk.sample(entry.index)
+            sample = chunk.sample(entry.index, layers)
             if (len(sample.token_ids), sample.response_length) != (entry.tokens, entry.response_tokens):
                 raise BufferFault(f"{chunk.path} sample {entry.index} is not that of the batch of step {manifest.step}")
             samples.append(sample)

@@ -32,7 +32,10 @@ class Sample:
     finish_reason: str
     """Why the response ended: stop, length, truncated, abort or what the engine said."""
     routed_experts: NDArray[np.integer[Any]] | None = None
-    """[max(T-1, 0), layers, top-k] expert ids chosen for each position that predicts a token; None without routes."""
+    """[layers, max(T-1, 0), top-k] expert ids that the engine chose at each position that predicts a token, in each layer
+    that has experts; None without routes. Layers come first, so that a pipeline stage reads its own and no others."""
+    first_route: int = 0
+    """Position from which `routed_experts` holds what the engine chose; before it the values mean nothing."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """JSON facts for reports and custom logic."""
 
@@ -59,11 +62,13 @@ class Sample:
         if not np.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}")
         routes, rows = self.routed_experts, max(total - 1, 0)
-        if routes is not None and (routes.ndim != 3 or len(routes) != rows or routes.dtype.kind not in "iu"):
+        if routes is not None and (routes.ndim != 3 or routes.shape[1] != rows or routes.dtype.kind not in "iu"):
             raise ValueError(
-                f"routed_experts is {routes.dtype}{list(routes.shape)}, expected integers [{rows}, layers, top-k]"
+                f"routed_experts is {routes.dtype}{list(routes.shape)}, expected integers [layers, {rows}, top-k]"
                 f" for {total} tokens"
             )
+        if not 0 <= self.first_route <= (0 if routes is None else rows):
+            raise ValueError(f"first_route is {self.first_route}, of {0 if routes is None else rows} positions")
 
     @property
     def response_length(self) -> int:
