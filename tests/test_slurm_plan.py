@@ -42,10 +42,7 @@ def test_a_published_recipe_fits_every_cluster(cluster: str, recipe: str, layout
     assert planned.layout == layout
     assert Plan.model_validate_json(planned.model_dump_json()) == planned
     used = [
-        (process.node, device)
-        for role in planned.roles
-        for process in role.processes
-        for device in process.devices
+        (process.node, device) for role in planned.roles for process in role.processes for device in process.devices
     ]
     # Each GPU once, none that a node does not have, and exactly as many as the ranks and engines need.
     assert len(used) == len(set(used))
@@ -168,6 +165,7 @@ def test_what_cannot_be_placed_is_refused_with_the_numbers(overrides: tuple[str,
     ("recipe", "overrides", "words"),
     [
         ("qwen3_4b_grpo", ("training.expert_parallel=2",), "the model has no experts; use 1"),
+        ("qwen3_4b_grpo", ("algorithm.routing_replay=true",), "replays the choice of experts, and the model has none"),
         ("qwen3_30b_a3b_grpo", ("training.expert_parallel=3",), "does not divide the 8 ranks of a pipeline stage"),
         ("qwen3_30b_a3b_grpo", ("training.sequence_parallel=false",), "training.sequence_parallel must be true"),
         ("qwen3_30b_a3b_grpo", ("model.shape.experts=12",), "does not divide the model's 12 experts; use 6"),

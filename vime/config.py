@@ -122,6 +122,8 @@ class Algorithm(Section):
     """Estimator of that divergence."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    routing_replay: bool = False
+    """Mixture-of-experts only: train each token through the experts that the engine used for it (R3)."""
 
 
 class Demonstrations(Section):
@@ -278,6 +280,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
+        if self.algorithm.routing_replay and self.algorithm.name == "sft":
+            raise ValueError("algorithm.routing_replay replays what engines chose, and sft has none: set it to false")
         if (self.rollout.engines == 0) != (self.algorithm.name == "sft"):
             raise ValueError("rollout.engines is 0 with algorithm.name=sft, and only then")
         if self.rollout.top_p < 1 and self.algorithm.name != "sft":

@@ -50,6 +50,8 @@ def _check_split(config: Config, shape: ModelShape) -> None:
 def _check_experts(config: Config, shape: ModelShape) -> None:
     training, width = config.training, config.training.expert_parallel
     if shape.experts == 0:
+        if config.algorithm.routing_replay:
+            raise UserError("algorithm.routing_replay=true replays the choice of experts, and the model has none")
         if width > 1:
             raise UserError(f"training.expert_parallel={width}: the model has no experts; use 1")
         return

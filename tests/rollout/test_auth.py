@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from vime.rollout.auth import RunTokenMiddleware, generation_token
+from vime.rollout.auth import ENGINE_HEADER, RunTokenMiddleware, generation_token
 
 TOKEN = "the-token"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -75,7 +75,9 @@ def test_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
 def test_the_generation_token_opens_generation_only(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"Authorization": f"Bearer {generation_token(TOKEN)}"}
     with serving(monkeypatch, gated=False) as url:
-        assert httpx.post(url + "/v1/completions", headers=headers).status_code == 200
+        answer = httpx.post(url + "/v1/completions", headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers[ENGINE_HEADER] == url.removeprefix("http://")
         for path in ("/pause", "/update_weights", "/collective_rpc", "/weight_info", "/v1"):
             assert httpx.post(url + path, headers=headers).status_code == 401, path
 

@@ -23,7 +23,7 @@ from tests.conftest import STARTUP, end_role, stack_config, start_role
 from vime.buffer.control import Control, EngineAddress
 from vime.compose import dump_resolved
 from vime.role import Role
-from vime.rollout.auth import generation_token
+from vime.rollout.auth import ENGINE_HEADER, generation_token
 from vime.run_dir import RunDir
 
 
@@ -38,7 +38,7 @@ class PlayedEngine:
         if request.url.path == "/health":
             return JSONResponse({}, status_code=200 if self.healthy else 503)
         self.asked.append((request.url.path, request.headers.get("Authorization", "")))
-        return JSONResponse({"asked": await request.json()})
+        return JSONResponse({"asked": await request.json()}, headers={ENGINE_HEADER: "10.0.0.7:8003"})
 
 
 @dataclass
@@ -82,6 +82,7 @@ def test_completions_reach_the_engine_whole_and_with_the_lesser_token(routed: Ro
     answer = httpx.post(routed.url + "/v1/completions", json=body, headers=routed.headers, timeout=30)
     asked = answer.json()["asked"]
     assert {key: asked[key] for key in body} == body
+    assert answer.headers[ENGINE_HEADER] == "10.0.0.7:8003"  # which engine it was is not lost on the way
     assert routed.engine.asked == [("/v1/completions", f"Bearer {generation_token(routed.role.token)}")]
     assert httpx.post(routed.url + "/v1/completions", json=body).status_code == 401
     assert httpx.post(routed.url + "/pause", headers=routed.headers).status_code == 404

@@ -1,8 +1,8 @@
 """A chunk: some prompt groups in one immutable file, of which a reader touches only the samples that it asks for.
 
 The arrays of all samples lie one after the other in flat tensors; offsets say where each sample's part begins. Each
-sample has checksums over all its parts, so that a damaged file is an error and never a wrong sample. Routed experts are
-most of a chunk: a sample's are stored layer by layer, each with its own checksum, and a pipeline stage reads its layers.
+sample has checksums over all its parts, so that a damaged file is an error and never a wrong sample. A chunk is mostly
+routed experts: a sample's lie layer by layer, each with a checksum of its own, and a pipeline stage reads its layers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Chunk:
         return len(self.tensors["rewards"])
 
     def sample(self, index: int, layers: Sequence[int] | None = None) -> Sample:
-        """Sample `index`, checked, with the routes of `layers` (in rising order) instead of all; of others no byte is read.
+        """Sample `index`, checked. `layers`, in rising order: only their routes, of others no byte is read.
 
         Raises BufferFault when its data are damaged or it has no such layer, IndexError when there is no such sample.
         """
@@ -221,7 +221,7 @@ def read_samples(path: Path, indices: Sequence[int], layers: Sequence[int] | Non
 
 
 def _routes(samples: Sequence[Sample], experts: int | None) -> list[Array]:
-    """Each sample's expert ids [layers, positions, top-k] in the narrowest type; no positions where it has no routes."""
+    """Each sample's expert ids [layers, positions, top-k] in the narrowest type; no positions without routes."""
     shapes = {s.routed_experts.shape[::2] for s in samples if s.routed_experts is not None}
     if len(shapes) > 1:
         raise ValueError(f"samples of one chunk have routes of different (layers, top-k): {sorted(shapes)}")

@@ -33,9 +33,7 @@ class BufferReader:
             raise BufferFault(f"{path} was announced as the batch of step {message.step}, not of {manifest.step}")
         return manifest
 
-    def samples(
-        self, manifest: Manifest, indices: Sequence[int], layers: Sequence[int] | None = None
-    ) -> list[Sample]:
+    def samples(self, manifest: Manifest, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
         """The samples at `indices` (positions in `manifest.samples`), in that order, with the routes of `layers` only.
 
         layers: places in the routes' first axis, in rising order; None for all.

@@ -32,8 +32,8 @@ class Sample:
     finish_reason: str
     """Why the response ended: stop, length, truncated, abort or what the engine said."""
     routed_experts: NDArray[np.integer[Any]] | None = None
-    """[layers, max(T-1, 0), top-k] expert ids that the engine chose at each position that predicts a token, in each layer
-    that has experts; None without routes. Layers come first, so that a pipeline stage reads its own and no others."""
+    """[layers, max(T-1, 0), top-k] expert ids that the engine chose in each layer with experts, at each position that
+    predicts a token; None without routes. Layers come first, so that a pipeline stage reads its own and no others."""
     first_route: int = 0
     """Position from which `routed_experts` holds what the engine chose; before it the values mean nothing."""
     metadata: dict[str, Any] = field(default_factory=dict)

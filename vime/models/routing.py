@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.models.family import Architecture
+from vime.config import Config
+from vime.errors import UserError
+from vime.models.family import Architecture, architecture
 
 
 @dataclass(frozen=True)
@@ -29,20 +33,30 @@ class Routing:
         return tuple(place for place, layer in enumerate(self.moe_layers) if layer in own)
 
 
-def routing(architecture: Architecture) -> Routing | None:
+def routing(model: Architecture) -> Routing | None:
     """The routers of a model, None when it is dense. Read from what Megatron builds it by."""
-    transformer = architecture.transformer
+    transformer = model.transformer
     experts = transformer.get("num_moe_experts")
     if not experts:
         return None
     pattern = transformer.get("moe_layer_freq", 1)
-    has_experts = pattern if isinstance(pattern, list) else [i % pattern == 0 for i in range(architecture.layers)]
+    has_experts = pattern if isinstance(pattern, list) else [i % pattern == 0 for i in range(model.layers)]
     moe_layers = tuple(i for i, one in enumerate(has_experts) if one)
-    return Routing(architecture.layers, moe_layers, int(experts), int(transformer["moe_router_topk"]))
+    return Routing(model.layers, moe_layers, int(experts), int(transformer["moe_router_topk"]))
 
 
-def join_routes(earlier: NDArray[np.integer], later: NDArray[np.integer]) -> NDArray[np.integer]:  # type: ignore[type-arg]
-    """Routes of a sequence that was generated in two requests, of which the second had the first's tokens as its prompt.
+def replayed_routing(config: Config, folder: Path) -> Routing | None:
+    """The routers whose choices a run replays; None when it does not. Raises UserError for a dense model."""
+    if not config.algorithm.routing_replay:
+        return None
+    found = routing(architecture(folder))
+    if found is None:
+        raise UserError(f"algorithm.routing_replay=true needs a mixture-of-experts model, and {folder} is dense")
+    return found
+
+
+def join_routes(earlier: NDArray[np.integer[Any]], later: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+    """Routes of a sequence that took two requests, of which the second had the first's tokens in its prompt.
 
     earlier: [layers, n, top-k] of the first n + 1 tokens. later: [layers, m, top-k] of all m + 1, m >= n. Each position
     keeps the routes of the request that sampled the token after it: those of the earlier one, then the rest of the

@@ -25,6 +25,8 @@ OPENING_PATH = "/finish_weight_update"
 
 
 GENERATION_PREFIX = "/v1/"
+ENGINE_HEADER = "X-Vime-Engine"
+"""Of every answer to a generation request: host and port of the engine, which one behind the router it was."""
 
 
 def generation_token(token: str) -> str:
@@ -65,6 +67,8 @@ class RunTokenMiddleware:
             return
         if self.gated and path == OPENING_PATH:
             send = self._opening(send)
+        if path.startswith(GENERATION_PREFIX) and scope.get("server"):
+            send = _signed(send, scope["server"])
         await self.app(scope, receive, send)
 
     def _authorised(self, scope: Scope) -> bool:
@@ -83,6 +87,17 @@ class RunTokenMiddleware:
             await send(message)
 
         return observed
+
+
+def _signed(send: Send, server: tuple[str, int]) -> Send:
+    name = f"{server[0]}:{server[1]}".encode()
+
+    async def signing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (ENGINE_HEADER.lower().encode(), name)]
+        await send(message)
+
+    return signing
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.errors import WaitTimeout
+from vime.models.routing import Routing
+from vime.rollout.auth import ENGINE_HEADER
+from vime.rollout.routes import BadRoutes, Routes, decode_routes
 from vime.rollout.server import SERVED_NAME
 
 SERVED_SECONDS = 10.0
@@ -55,19 +58,25 @@ class Completion:
     """[R] natural log-probability under the distribution that was sampled from."""
     finish_reason: str
     """stop or length."""
+    routes: Routes | None = None
+    """The experts that the prompt's and the response's tokens used, where they are asked for."""
 
 
 class RolloutClient:
     """Asks the router at `url`. Use as an async context manager.
 
     A server that does not answer (it may be restarting) is asked again for at most `patience` seconds.
+    routing: the model's routers when every response must carry its routed experts.
     """
 
-    def __init__(self, url: str, token: str, request_timeout: float, patience: float) -> None:
+    def __init__(
+        self, url: str, token: str, request_timeout: float, patience: float, routing: Routing | None = None
+    ) -> None:
         self._url = url + "/v1/completions"
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout = aiohttp.ClientTimeout(total=request_timeout, connect=30)
         self._patience = patience
+        self._routing = routing
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> RolloutClient:
@@ -88,7 +97,7 @@ class RolloutClient:
     ) -> list[Completion]:
         """`samples` responses to one prompt. With a seed, sample i is drawn with seed + i.
 
-        Raises BadResponse, RequestRefused, or WaitTimeout when no server answered within the patience.
+        Raises BadResponse, RequestRefused, BadRoutes, or WaitTimeout when no server answered within the patience.
         """
         body = {
             "model": SERVED_NAME,
@@ -103,10 +112,14 @@ class RolloutClient:
         }
         if seed is not None:
             body["seed"] = seed
-        answer = await self._post(body)
-        return read_completions(answer, prompt, samples)
+        engine, answer = await self._post(body)
+        try:
+            return read_completions(answer, prompt, samples, self._routing)
+        except BadRoutes as error:
+            raise BadRoutes(f"the engine at {engine} cannot be replayed: {error}") from error
 
-    async def _post(self, body: dict[str, Any]) -> Any:
+    async def _post(self, body: dict[str, Any]) -> tuple[str, Any]:
+        """The engine that answered and its answer."""
         attempt = served = 0
         down_since = time.monotonic()
         while True:
@@ -125,17 +138,18 @@ class RolloutClient:
                 attempt += 1
                 await asyncio.sleep(pause)
 
-    async def _post_once(self, body: dict[str, Any]) -> Any:
+    async def _post_once(self, body: dict[str, Any]) -> tuple[str, Any]:
         assert self._session is not None
         try:
             async with self._session.post(self._url, json=body) as response:
                 content = await response.read()
                 status = response.status
+                engine = response.headers.get(ENGINE_HEADER, "an unknown address")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _Unavailable(f"{type(error).__name__}: {error}") from error
         if status == 200:
             try:
-                return json.loads(content)
+                return engine, json.loads(content)
             except ValueError as error:
                 raise BadResponse(f"the answer is not JSON: {error}") from error
         text = content[:300].decode(errors="replace")
@@ -145,11 +159,11 @@ class RolloutClient:
         raise RequestRefused(f"{self._url} answered {status}: {text}")
 
 
-def read_completions(answer: Any, prompt: list[int], samples: int) -> list[Completion]:
-    """Checks an answer of /v1/completions and takes the responses out of it.
+def read_completions(answer: Any, prompt: list[int], samples: int, routing: Routing | None = None) -> list[Completion]:
+    """Checks an answer of /v1/completions and takes the responses out of it, with their routes if `routing` is given.
 
     Raises BadResponse naming what is wrong: ids or logprobs missing, unequal in number or not finite, another prompt
-    than the one sent, another number of choices.
+    than the one sent, another number of choices. Raises BadRoutes when a whole response's routes are not there.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != samples:
@@ -158,10 +172,10 @@ def read_completions(answer: Any, prompt: list[int], samples: int) -> list[Compl
     by_index = {choice.get("index"): choice for choice in choices if isinstance(choice, dict)}
     if sorted(by_index, key=str) != sorted(range(samples), key=str):
         raise BadResponse(f"choices are numbered {sorted(by_index, key=str)}")
-    return [_read_choice(by_index[i], prompt) for i in range(samples)]
+    return [_read_choice(by_index[i], prompt, routing) for i in range(samples)]
 
 
-def _read_choice(choice: dict[str, Any], prompt: list[int]) -> Completion:
+def _read_choice(choice: dict[str, Any], prompt: list[int], routing: Routing | None) -> Completion:
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}")
@@ -179,4 +193,7 @@ def _read_choice(choice: dict[str, Any], prompt: list[int]) -> Completion:
         raise BadResponse(f"token ids or logprobs are not numbers: {error}") from error
     if not np.isfinite(values).all():
         raise BadResponse(f"the logprob of response token {int(np.argmin(np.isfinite(values)))} is not finite")
-    return Completion(tokens, values, reason)
+    routes = None
+    if routing is not None:
+        routes = decode_routes(choice.get("routed_experts"), len(prompt) + len(tokens), routing)
+    return Completion(tokens, values, reason, routes)

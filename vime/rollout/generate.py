@@ -51,7 +51,7 @@ class Generation:
         """All samples of one prompt, scored; None when some could not be had within the tries.
 
         A sample whose request or reward failed is drawn again with another seed, the others of its group are kept.
-        Raises UserError, RequestRefused or WaitTimeout for what another try would not mend.
+        Raises UserError, RequestRefused, BadRoutes or WaitTimeout for what another try would not mend.
         """
         good: list[Sample] = []
         reasons: Counter[str] = Counter()
@@ -109,4 +109,6 @@ def _sample(prompt: Prompt, completion: Completion, version: int, reward: float)
         versions=np.array([[0, version]], np.int32),
         reward=reward,
         finish_reason="truncated" if completion.finish_reason == "length" else "stop",
+        routed_experts=completion.routes.ids if completion.routes is not None else None,
+        first_route=completion.routes.first if completion.routes is not None else 0,
     )

@@ -16,6 +16,7 @@ from vime.buffer.writer import BufferWriter
 from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError
+from vime.models.routing import replayed_routing
 from vime.role import Role, die_with_parent
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.evaluate import dataset_name, evaluate, evaluation_due, evaluation_prompts
@@ -62,6 +63,7 @@ class Generator:
         self.held_out = evaluation_prompts(config, self.problems.held_out, self.render, self.limits)
         self.scorer = Scorer(config.data, config.rollout.reward_timeout)
         self.report = partial(self.run_dir.append_event, role)
+        self.routing = replayed_routing(config, role.model)
 
     async def run(self) -> None:
         """From the first step that the trainers need to the evaluation of the last version."""
@@ -72,7 +74,7 @@ class Generator:
         startup = config.cluster.startup_timeout
         start = await asyncio.to_thread(read_start, waiting, startup)
         url = await asyncio.to_thread(waiting.router, startup)
-        async with RolloutClient(url, self.role.token, config.rollout.request_timeout, patience=startup) as client:
+        async with RolloutClient(url, self.role.token, config.rollout.request_timeout, startup, self.routing) as client:
             try:
                 await self._run(client, control, waiting, start)
             finally:
@@ -81,7 +83,8 @@ class Generator:
 
     async def _run(self, client: RolloutClient, control: Control, waiting: Control, start: Start) -> None:
         config = self.config
-        writer = BufferWriter(self.run_dir, waiting, config.buffer)
+        experts = self.routing.experts if self.routing is not None else None
+        writer = BufferWriter(self.run_dir, waiting, config.buffer, experts)
         resumed = await asyncio.to_thread(writer.resume, start.step)
         feed = self._feed(resumed.cursor if resumed.cursor is not None else start.cursor)
         generation = self._generation(client, control)

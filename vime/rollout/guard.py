@@ -13,7 +13,7 @@ import json
 import aiohttp
 from aiohttp import web
 
-from vime.rollout.auth import generation_token
+from vime.rollout.auth import ENGINE_HEADER, generation_token
 
 COMPLETIONS = "/v1/completions"
 MAX_BODY = 64 << 20
@@ -57,7 +57,8 @@ class Guard:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             return web.json_response({"error": f"the router did not answer: {type(error).__name__}"}, status=502)
-        return web.Response(body=content, status=answer.status, content_type="application/json")
+        engine = {name: value for name, value in answer.headers.items() if name.lower() == ENGINE_HEADER.lower()}
+        return web.Response(body=content, status=answer.status, content_type="application/json", headers=engine)
 
     async def _health(self) -> web.StreamResponse:
         assert self._session is not None

@@ -17,7 +17,7 @@ from vime.models.routing import Routing
 
 
 class BadRoutes(Exception):
-    """An engine's routes are missing, or are not those of its tokens: it would go on so, and nothing can be replayed."""
+    """An engine's routes are missing, or not those of its tokens. It would go on so: nothing could be replayed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,10 @@ def decode_routes(text: Any, tokens: int, routing: Routing) -> Routes:
 
 
 def _read_npy(text: str, wanted: tuple[int, ...]) -> NDArray[Any]:
-    """The integers of a .npy in base64, as a view of its bytes. numpy's own loader reads in pieces, at a fifth of the speed,
-    and can unpickle, which nothing here does."""
+    """The integers of a .npy in base64, as a view of its bytes.
+
+    numpy's own loader would copy them piece by piece, and can unpickle, which nothing here does.
+    """
     try:
         data = pybase64.b64decode(text)
         file = io.BytesIO(data)
@@ -83,7 +85,7 @@ def _first_routed(array: NDArray[Any], routing: Routing) -> int:
     """Where the routes begin. A position that an engine did not route is all zeros, which no choice of experts is."""
     if routing.top_k == 1 or not len(array):
         return 0  # expert 0 alone is a choice
-    routed = array[:, routing.moe_layers[0], :2].any(axis=1)
+    routed: NDArray[np.bool_] = np.logical_or(*array[:, routing.moe_layers[0], :2].T)
     first = int(np.argmax(routed)) if routed.any() else len(array)
     if not routed[first:].all():
         raise BadRoutes(f"position {first + int(np.argmin(routed[first:]))} has no routes, though earlier ones have")

@@ -39,6 +39,7 @@ OWN_ARGUMENTS = frozenset(
         "served_model_name",
         "weight_transfer_config",
         "logprobs_mode",
+        "enable_return_routed_experts",
     }
 )
 """Server arguments that vime needs for itself: rollout.engine_args may not name them."""
@@ -67,6 +68,7 @@ def server_command(config: Config, model: Path, address: ReservedPort, index: in
         "disable_log_stats": True,
         "disable_uvicorn_access_log": True,
         "no_enable_log_requests": True,
+        "enable_return_routed_experts": config.algorithm.routing_replay,
     }
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
