@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from vime.algorithm import Algorithm as Algorithm
 from vime.cluster import Cluster as Cluster
 from vime.data_config import Data as Data
 from vime.rollout_config import Buffer as Buffer
@@ -103,27 +104,6 @@ class Model(Section):
         if self.warmup is not None and self.tiny is None:
             raise ValueError("model.warmup trains a tiny model; with model.path set it to null")
         return self
-
-
-class Algorithm(Section):
-    """The update rule."""
-
-    name: Literal["grpo", "sft"] = "grpo"
-    """grpo: group-relative policy optimisation. sft: supervised fine-tuning on demonstrations, without engines."""
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """The probability ratio is clipped above at 1 + clip_high."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL divergence from the initial policy in the loss. 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    routing_replay: bool = False
-    """Mixture-of-experts only: train each token through the experts that the engine used for it (R3)."""
 
 
 class Demonstrations(Section):
@@ -295,8 +275,11 @@ class Config(Section):
                 f" fewer than the {self.training.data_parallel} data-parallel ranks of"
                 f" training.ranks={self.training.ranks}"
             )
-        if self.algorithm.name == "grpo" and self.rollout.samples_per_prompt < 2:
-            raise ValueError("grpo compares responses of one prompt: rollout.samples_per_prompt must be at least 2")
+        if self.algorithm.compares_group and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"{self.algorithm.estimator} compares responses of one prompt: rollout.samples_per_prompt must be at"
+                " least 2"
+            )
         if self.weights.backend == "nccl" and self.cluster.device == "cpu":
             raise ValueError("weights.backend=nccl needs cluster.device=cuda; on a CPU use gloo")
         return self

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vime.algorithms.aggregation import token_weights, weighted_sum
+from vime.algorithms.aggregation import sample_sums, sample_token_weights, weighted_sum
 from vime.algorithms.kl import kl_estimate
-from vime.algorithms.losses import likelihood_loss, policy_loss
+from vime.algorithms.losses import cispo_loss, likelihood_loss, policy_loss, sequence_policy_loss, value_loss
 from vime.algorithms.masking import NonFiniteLogprob
 
 NAN, INF = math.nan, math.inf
@@ -26,6 +26,11 @@ def f32(*values: float) -> Tensor:
 
 def logs(*ratios: float) -> Tensor:
     return torch.tensor(ratios, dtype=torch.float64).log().float()
+
+
+def token_weights(total: float, mask: Tensor) -> Tensor:
+    """Weights of the mean over `total` trained tokens, 0 outside the mask."""
+    return mask.float() * sample_token_weights("token_mean", torch.ones(1), torch.tensor([total]), 1)[0]
 
 
 def test_policy_loss_by_hand() -> None:
@@ -44,6 +49,56 @@ def test_policy_loss_by_hand() -> None:
     loss.sum().backward()
     # d/dlogp of -ratio * A is -ratio * A where free, 0 where clipped.
     torch.testing.assert_close(new.grad, f32(-2, 0, -1.0, 3.0, 0, -2.4), atol=1e-6, rtol=1e-6)
+
+
+def test_dual_clip_by_hand() -> None:
+    # With a bound of 3: ratio 5, A -2 -> 10, capped at 3 * 2 = 6; ratio 2, A -2 -> 4, free; ratio 5, A 2 -> -2.56, the
+    # upper clip, as without it.
+    new = logs(5, 2, 5).requires_grad_()
+    loss, clipped = policy_loss(new, torch.zeros(3), f32(-2, -2, 2), torch.ones(3), 0.2, 0.28, clip_dual=3.0)
+    torch.testing.assert_close(loss, f32(6, 4, -2.56), atol=1e-5, rtol=1e-6)
+    assert clipped.tolist() == [True, False, True]
+    loss.sum().backward()
+    torch.testing.assert_close(new.grad, f32(0, 4, 0), atol=1e-5, rtol=1e-6)
+
+
+def test_gspo_by_hand() -> None:
+    # Response 0: ratios 2 and 8, log-mean exp((ln 2 + ln 8) / 2) = 4; response 1: ratio 1.1.
+    # A 1 and bounds 0.5, 4.5 -> -4 a token, free; A -1, upper bound 1.05: the minimum is the free one -> 1.1.
+    owner, new = torch.tensor([0, 0, 1]), logs(2, 8, 1.1).requires_grad_()
+    old, advantages, mask = torch.zeros(3), f32(1, 1, -1), torch.ones(3)
+    mean = (sample_sums((new - old).detach(), owner, 2) / f32(2, 1))[owner]
+    loss, clipped = sequence_policy_loss(new, old, advantages, mask, mean, 0.5, 3.5)
+    torch.testing.assert_close(loss, f32(-4, -4, 1.1), atol=1e-5, rtol=1e-6)
+    assert not clipped.any()
+    # The mean over responses of each one's mean: d/dlogp is -s * A / length / 2 for each token.
+    weighted_sum(loss, f32(0.25, 0.25, 0.5)).backward()
+    torch.testing.assert_close(new.grad, f32(-1, -1, 0.55), atol=1e-5, rtol=1e-6)
+    # Upper bound 3.5: response 0 is clipped as a whole.
+    loss, clipped = sequence_policy_loss(new, old, advantages, mask, mean, 0.5, 2.5)
+    torch.testing.assert_close(loss, f32(-3.5, -3.5, 1.1), atol=1e-5, rtol=1e-6)
+    assert clipped.tolist() == [True, True, False]
+
+
+def test_cispo_by_hand() -> None:
+    # Ratios 0.5, 1, 4; bounds 0.8 and 2: weights 0.8, 1, 2. log p = ratio's log, since p_old = 1. A = 1, 1, -1.
+    new = logs(0.5, 1, 4).requires_grad_()
+    loss, clipped = cispo_loss(new, torch.zeros(3), f32(1, 1, -1), torch.ones(3), 0.2, 1.0)
+    torch.testing.assert_close(loss, f32(-0.8 * math.log(0.5), 0, 2 * math.log(4)), atol=1e-5, rtol=1e-6)
+    assert clipped.tolist() == [True, False, True]
+    loss.sum().backward()
+    torch.testing.assert_close(new.grad, f32(-0.8, -1, 2), atol=1e-5, rtol=1e-6)
+
+
+def test_value_loss_by_hand() -> None:
+    # Old 0, clip 0.2. V 0.5, R 1: free 0.25, bounded (0.2 - 1)**2 = 0.64, the larger: 0.32, no gradient.
+    # V 0.1, R 1: (0.1 - 1)**2 / 2 = 0.405, gradient V - R = -0.9. V 0.5, R 0: free 0.25 > 0.04: 0.125, gradient 0.5.
+    values = f32(0.5, 0.1, 0.5).requires_grad_()
+    loss, clipped = value_loss(values, torch.zeros(3), f32(1, 1, 0), torch.ones(3), 0.2)
+    torch.testing.assert_close(loss, f32(0.32, 0.405, 0.125), atol=1e-6, rtol=1e-6)
+    assert clipped.tolist() == [True, False, False]
+    loss.sum().backward()
+    torch.testing.assert_close(values.grad, f32(0, -0.9, 0.5), atol=1e-6, rtol=1e-6)
 
 
 def test_a_ratio_of_one_is_the_policy_gradient() -> None:
@@ -107,6 +162,15 @@ def test_k1_and_k3_are_unbiased_and_k2_s_gradient_is() -> None:
     torch.testing.assert_close(seen, wanted)
 
 
+def test_a_clamped_estimate_has_no_gradient_beyond() -> None:
+    new = f32(-1.0, -3.0).requires_grad_()
+    estimate = kl_estimate(new, f32(-0.5, 0.0), "k1", torch.ones(2), clamp=2.0)
+    assert estimate.tolist() == [-0.5, -2.0]
+    estimate.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [1.0, 0.0]
+
+
 def test_k3_keeps_its_digits_near_zero() -> None:
     # d = 1e-3: exp(d) - 1 - d = 5.0017e-7, which float32's exp(d) - 1 would give to one digit.
     assert kl_estimate(f32(0.0), f32(1e-3), "k3", torch.ones(1)).item() == pytest.approx(5.0017e-7, rel=1e-3)
@@ -124,6 +188,11 @@ def test_likelihood_by_hand() -> None:
 Losses = dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
 LOSSES: Losses = {
     "policy": lambda new, old, advantages, mask: policy_loss(new, old, advantages, mask, 0.2, 0.28)[0],
+    "dual": lambda new, old, advantages, mask: policy_loss(new, old, advantages, mask, 0.2, 0.28, 3.0)[0],
+    "gspo": lambda new, old, advantages, mask: sequence_policy_loss(
+        new, old, advantages, mask, torch.where(mask.bool(), 0.1, NAN), 0.2, 0.28
+    )[0],
+    "cispo": lambda new, old, advantages, mask: cispo_loss(new, old, advantages, mask, 0.2, 0.28)[0],
     "k1": lambda new, old, advantages, mask: kl_estimate(new, old, "k1", mask),
     "k2": lambda new, old, advantages, mask: kl_estimate(new, old, "k2", mask),
     "k3": lambda new, old, advantages, mask: kl_estimate(new, old, "k3", mask),

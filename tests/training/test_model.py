@@ -55,7 +55,7 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
 
     config = tiny_config(training={"ranks": world_size, **training})
     parallel.initialize(config, store, rank, world_size)
-    policy = model.build(architecture(folder), config)
+    policy = model.build(architecture(folder), config, model.Policy)
     hf_weights.load(policy, HfReader(folder))
     exported = dict(hf_weights.export(policy, torch.float32))
     packed = pack(samples(), multiple=world_size)

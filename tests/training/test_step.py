@@ -34,8 +34,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def write_batch(folder: Path, prompts: int = 4, each: int = 2, seed: int = 3) -> Manifest:
-    """A committed batch of groups with random tokens, lengths, masks and rewards, as the generator would leave it."""
+def write_batch(
+    folder: Path, prompts: int = 4, each: int = 2, seed: int = 3, logprob: tuple[float, float] = (-3.0, 1.0)
+) -> Manifest:
+    """A committed batch of groups with random tokens, lengths, masks and rewards, as the generator would leave it.
+
+    logprob: mean and deviation of the rollout's.
+    """
     generator = np.random.default_rng(seed)
     groups = []
     for prompt in range(prompts):
@@ -51,7 +56,7 @@ def write_batch(folder: Path, prompts: int = 4, each: int = 2, seed: int = 3) ->
                     token_ids=generator.integers(0, 264, total, dtype=np.int32),
                     prompt_length=prompt_length,
                     loss_mask=mask,
-                    rollout_logprobs=generator.normal(-3, 1, response).astype(np.float32),
+                    rollout_logprobs=generator.normal(*logprob, response).astype(np.float32),
                     versions=np.zeros((1, 2), dtype=np.int32),
                     reward=float(generator.random()),
                     finish_reason="stop",

@@ -1,6 +1,6 @@
-"""Advantages of the responses to one prompt, relative to each other.
+"""Advantages of whole responses from their rewards, relative to the other responses to the prompt.
 
-Both functions take rewards [N], the group of each sample (int64 [N], any numbers), and weights [N]: a sample of weight
+The functions take rewards [N], the group of each sample (int64 [N], any numbers), and weights [N]: a sample of weight
 0 only fills up a batch; it does not count in its group and gets advantage 0. They compute in float64 and return float32
 [N] without gradient. They raise ValueError when the reward of a sample that counts is not finite.
 """
@@ -55,6 +55,20 @@ def leave_one_out_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, n
             advantage = torch.where(flat, torch.zeros_like(advantage), advantage / torch.where(flat, 1.0, deviation))
         result[members] = advantage.float()
     return result
+
+
+def centred_rewards(rewards: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """REINFORCE++-baseline before its normalisation over the batch: reward - mean of the group.
+
+    Source: REINFORCE++, arXiv 2501.03262, section on the group-mean baseline. A group of one gets 0.
+    """
+    return group_advantages(rewards, groups, weights, normalize_std=False)
+
+
+def counted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """The rewards as they are, 0 for a sample of weight 0: what REINFORCE++ and PPO start from."""
+    _members(rewards, torch.zeros_like(weights), weights)
+    return torch.where(weights > 0, rewards, torch.zeros_like(rewards)).float()
 
 
 def spread_is_residue(rewards: Tensor) -> Tensor:

@@ -1,21 +1,48 @@
-"""From per-token values to one number, the same for any split of the batch into microbatches and ranks."""
+"""From per-token values to one number, the same for any split of the batch into microbatches and ranks.
+
+Each function gives the weight of a sample's tokens in the loss; the loss is the sum of weight * value over all trained
+tokens of all ranks. `weights` [N] are the samples' (0 for one that only fills up the batch), `trained` [N] the numbers
+of their tokens that are trained. A batch with nothing to train on has weights 0, so its loss is 0 and not 0 / 0.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
-def token_weights(mask_total: float, mask: Tensor) -> Tensor:
-    """Weight [T] float32 of each token in the mean over all trained tokens of the global batch: mask / mask_total.
 
-    Source: DAPO's token-level loss, arXiv 2503.14476, section 3.3. `mask_total` is the sum of the mask over every
-    sample of the batch on all ranks (of `masked_in * weight` in the manifest), and `mask` is already multiplied by the
-    weight of its sample. A batch with nothing to train on has weights 0, so its loss is 0 and not 0 / 0.
+def sample_token_weights(aggregation: Aggregation, weights: Tensor, trained: Tensor, longest: int) -> Tensor:
+    """Weight float32 [N] of each trained token of a sample, over the whole batch.
+
+    token_mean: 1 / all trained tokens. DAPO's token-level loss, arXiv 2503.14476, section 3.3.
+    sequence_mean: 1 / (responses * the response's own trained tokens). GRPO, arXiv 2402.03300, equation 3. Responses
+        without a trained token have no mean and are not counted.
+    constant: 1 / (responses * longest). Dr. GRPO, arXiv 2503.20783, appendix A: no response's weight depends on its
+        length. `longest` is the most tokens that a response may have.
     """
-    return mask.float() / mask_total if mask_total > 0 else torch.zeros_like(mask, dtype=torch.float32)
+    counted, tokens = weights.double(), trained.double()
+    match aggregation:
+        case "token_mean":
+            total = (tokens * (counted > 0)).sum()
+            result = counted / total if total > 0 else torch.zeros_like(counted)
+        case "sequence_mean":
+            responses = ((counted > 0) & (tokens > 0)).sum()
+            result = torch.where(tokens > 0, counted / (responses.clamp(min=1) * tokens.clamp(min=1)), 0.0)
+        case "constant":
+            result = counted / ((counted > 0).sum().clamp(min=1) * longest)
+    return result.float()
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values * weights over [T], a scalar; what stands where the weight is 0 does not matter, NaN included."""
     return (torch.where(weights > 0, values, torch.zeros((), dtype=values.dtype, device=values.device)) * weights).sum()
+
+
+def sample_sums(values: Tensor, samples: Tensor, count: int) -> Tensor:
+    """Sums float32 [count] over the tokens of each sample, in float64; samples: int64 [T], 0 to count - 1."""
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, samples, values.double()).float()

@@ -11,13 +11,18 @@ from vime.algorithms.masking import kept
 
 
 def kl_estimate(
-    logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"], mask: Tensor
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    estimator: Literal["k1", "k2", "k3"],
+    mask: Tensor,
+    clamp: float | None = None,
 ) -> Tensor:
     """Estimate [T] of KL(p || p_ref), with d = log p_ref - log p of tokens sampled from p; 0 outside the mask.
 
     k1 = -d: unbiased, large variance, may be negative. As a loss its expected gradient is zero: it is for rewards.
     k2 = d**2 / 2: biased, never negative; its gradient is an unbiased estimate of the divergence's.
     k3 = exp(d) - 1 - d: unbiased and never negative; d is clamped to +-20.
+    clamp: brings each estimate to within +-clamp, without gradient beyond: one token cannot rule the batch.
 
     Source: J. Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html; k3 in the loss as in arXiv
     2402.03300. Only `logprobs` gets a gradient. Raises NonFiniteLogprob for a NaN or infinity where the mask holds.
@@ -26,10 +31,11 @@ def kl_estimate(
     difference = kept(reference_logprobs.detach(), keep, "reference_logprobs") - kept(logprobs, keep, "logprobs")
     match estimator:
         case "k1":
-            return -difference
+            estimate = -difference
         case "k2":
-            return difference.square() / 2
+            estimate = difference.square() / 2
         case "k3":
             bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
             # expm1: exp(d) - 1 loses every digit of a small d in float32, and k3 is of order d**2.
-            return bounded.expm1() - bounded
+            estimate = bounded.expm1() - bounded
+    return estimate if clamp is None else estimate.clamp(-clamp, clamp)

@@ -1,4 +1,8 @@
-"""Per-token losses. Sum them with `aggregation.weighted_sum`; tokens outside the mask have loss 0 and gradient 0."""
+"""Per-token losses. Sum them with `aggregation.weighted_sum`; tokens outside the mask have loss 0 and gradient 0.
+
+All arguments are [T], mask bool or 0/1; only `logprobs` (or `values`) gets a gradient. Losses with a bound also return,
+bool [T], where it took the gradient away. All raise NonFiniteLogprob for a NaN or infinity where the mask holds.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,100 @@ the gradient NaN (0 * inf). A token beyond has no gradient; at e**20 the clip, o
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = p / p_old.
 
-    Sources: PPO, arXiv 1707.06347; separate bounds ("clip-higher"), DAPO, arXiv 2503.14476. All arguments are [T], mask
-    bool or 0/1; only `logprobs` gets a gradient. Returns the loss [T] and, bool [T], where the clip took the gradient
-    away. Raises NonFiniteLogprob for a NaN or infinity where the mask holds.
+    With clip_dual, and only where A < 0, at most -clip_dual * A: a ratio that ran away does not dominate the batch.
+
+    Sources: PPO, arXiv 1707.06347; separate bounds ("clip-higher"), DAPO, arXiv 2503.14476; dual clip, arXiv
+    1912.09729.
     """
+    log_ratio, advantage = _log_ratio(logprobs, old_logprobs, advantages, mask)
+    return _clipped(log_ratio.exp(), advantage, clip_low, clip_high, clip_dual)
+
+
+def sequence_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequence_log_ratio: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """GSPO: PPO's clipped surrogate with the ratio of the whole response, exp(mean over its tokens of log p / p_old).
+
+    sequence_log_ratio: that mean, of the token's response; its gradient is not needed. As in the paper's token form,
+    the ratio is sg[s] * p / sg[p]: equal in value to s, and where the tokens of a response share one
+    advantage and one weight, equal in gradient.
+
+    Source: GSPO, arXiv 2507.18071.
+    """
+    log_ratio, advantage = _log_ratio(logprobs, old_logprobs, advantages, mask)
+    whole = kept(sequence_log_ratio.detach(), mask.bool(), "sequence_log_ratio")
+    whole = whole.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return _clipped((whole + log_ratio - log_ratio.detach()).exp(), advantage, clip_low, clip_high, None)
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * log p: the weight is clipped, no gradient is lost.
+
+    The bool says where the weight was clipped. Source: MiniMax-M1, arXiv 2506.13585.
+    """
+    log_ratio, advantage = _log_ratio(logprobs, old_logprobs, advantages, mask)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantage * kept(logprobs, mask.bool(), "logprobs"), weight != ratio
+
+
+def likelihood_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Supervised fine-tuning: the negative log-likelihood [T] of each token where the mask holds, 0 elsewhere."""
+    return -kept(logprobs, mask.bool(), "logprobs")
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, value_clip: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped value loss, max((V - R)**2, (V_old + clip(V - V_old, +-value_clip) - R)**2) / 2.
+
+    Source: the implementation of PPO, arXiv 1707.06347, in OpenAI baselines; "The 37 Implementation Details of PPO",
+    iclr-blog-track.github.io, detail 9.
+    """
+    keep = mask.bool()
+    new, target = kept(values, keep, "values"), kept(returns.detach(), keep, "returns")
+    old = kept(old_values.detach(), keep, "old_values")
+    free = (new - target).square()
+    bounded = (old + (new - old).clamp(-value_clip, value_clip) - target).square()
+    return torch.maximum(free, bounded) / 2, (bounded > free).detach()
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounded log p / p_old, and the advantages; both 0 outside the mask."""
     keep = mask.bool()
     new = kept(logprobs, keep, "logprobs")
     old = kept(old_logprobs.detach(), keep, "old_logprobs")
     advantage = kept(advantages.detach(), keep, "advantages")
-    ratio = (new - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    return (new - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO), advantage
+
+
+def _clipped(
+    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, clip_dual: float | None
+) -> tuple[Tensor, Tensor]:
     free = ratio * advantage
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
-    return -torch.minimum(free, bounded), (bounded < free).detach()
-
-
-def likelihood_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Supervised fine-tuning: the negative log-likelihood [T] of each token where the mask holds, 0 elsewhere.
-
-    Raises NonFiniteLogprob for a NaN or infinity where the mask holds.
-    """
-    return -kept(logprobs, mask.bool(), "logprobs")
+    smaller = torch.minimum(free, bounded)
+    clipped = bounded < free
+    if clip_dual is not None:
+        floor = torch.where(advantage < 0, clip_dual * advantage, float("-inf"))
+        clipped |= floor > smaller
+        smaller = torch.maximum(smaller, floor)
+    return -smaller, clipped.detach()

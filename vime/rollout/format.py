@@ -12,7 +12,7 @@ from typing import Any
 
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.import_path import load_function
+from vime.import_path import load_function
 from vime.rollout.problem import Problem
 
 Format = Callable[[Problem], list[int]]

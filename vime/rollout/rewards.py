@@ -17,7 +17,7 @@ from typing import Any
 
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.import_path import load_function
+from vime.import_path import load_function
 from vime.rollout.math_score import MathScorer
 from vime.rollout.problem import Problem
 from vime.rollout.thread_call import call_in_thread

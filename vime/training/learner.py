@@ -1,4 +1,4 @@
-"""The policy in training: model, optimizer, learning rate, and the reference model when a loss needs one."""
+"""The policy in training, with the models that its loss needs: reference policy, teacher, critic."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from vime.config import Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
 from vime.training import hf_weights, model, parallel
-from vime.training.batch import Batch, Microbatch
+from vime.training.batch import Batch
 from vime.training.batching import divide
-from vime.training.loss import Sum, microbatch_loss
+from vime.training.critic import Critic
+from vime.training.experience import Experience, Scores, gather
+from vime.training.frozen import Frozen
+from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
 from vime.training.pack import Pack, pack
+from vime.training.reduce import sum_over_ranks
 from vime.training.trainable import Trainable, forward
 
 
@@ -36,45 +40,60 @@ class Learner:
             raise ValueError(
                 f"{shape.layers} layers do not divide by training.pipeline_parallel={config.training.pipeline_parallel}"
             )
-        self.policy = model.build(shape, config)
+        self.policy = model.build(shape, config, model.Policy)
         hf_weights.load(self.policy, HfReader(folder))
-        self.trainable = Trainable(self.policy, config, config.training)
+        self.trainable = Trainable([self.policy], config, config.training)
         self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
         self.scoring_seconds = 0.0
         """Seconds that the last step spent on forward passes before its update."""
-        self.reference: model.Policy | None = None
-        if config.algorithm.kl_coefficient > 0:
-            self.reference = model.build(shape, config).requires_grad_(False).eval()
-            hf_weights.load(self.reference, HfReader(folder))
+        algorithm = config.algorithm
+        words = shape.vocabulary
+        self.reference: Frozen | None = None
+        if algorithm.needs_reference:
+            origin = folder if algorithm.reference == "initial" else Path(algorithm.reference)
+            self.reference = Frozen(origin, config, words, "algorithm.reference")
+        self.teacher: Frozen | None = None
+        if algorithm.teacher is not None:
+            self.teacher = Frozen(algorithm.teacher, config, words, "algorithm.teacher")
+        self.critic = Critic(folder, config) if algorithm.name == "ppo" else None
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on a batch. Returns the step's `train/` metrics, the same on every rank.
+        """One step on a batch. Returns its `train/` metrics, the same on every rank.
 
-        Raises RuntimeError when the gradient is not finite.
+        Raises RuntimeError when a gradient is not finite, UserError when custom logic fails.
         """
         started = time.monotonic()
-        references: Sequence[Tensor | None] = [None] * len(batch.microbatches)
-        if self.reference is not None:
-            references = [
-                output[0] if output is not None else None
-                for output in self._score([m.pack for m in batch.microbatches], self.reference)
-            ]
+        algorithm = self.config.algorithm
+        scores = self._scores([microbatch.pack for microbatch in batch.microbatches])
+        gathered = gather(batch, scores, algorithm)
         self.scoring_seconds = time.monotonic() - started
-        step = partial(_train_microbatch, self.config)
-        updated = self.trainable.update(step, list(zip(batch.microbatches, references, strict=True)))
-        total = _sum_over_ranks(updated.sums).tolist()
-        metrics = {
-            "train/loss": total[Sum.LOSS],
-            "train/pg_loss": total[Sum.POLICY],
-            "train/kl_loss": total[Sum.KL],
-            "train/entropy_loss": total[Sum.ENTROPY],
-            "train/pg_clipfrac": total[Sum.CLIPPED],
-            "train/grad_norm": updated.gradient_norm,
-            "train/lr": updated.learning_rate,
-        }
-        if self.config.algorithm.name != "sft":  # demonstrations have no rollout logprobs
-            metrics["train/train_rollout_logprob_abs_diff"] = total[Sum.LOGPROB_DIFFERENCE]
-        return metrics
+        metrics = gathered.metrics
+        if self.critic is not None:
+            alone = self.critic.alone
+            metrics = metrics | self.critic.train(gathered.items)
+            if alone:
+                return metrics
+        updated = self.trainable.update(partial(_train_microbatch, self.config), gathered.items)
+        every = algorithm.reference_refresh
+        if self.reference is not None and every and self.scheduler.num_steps % every == 0:
+            self.reference.copy([self.policy])
+        sums = torch.stack(updated.sums).double().sum(0) if updated.sums else torch.zeros(len(Sum))
+        total = sum_over_ranks(sums).tolist()
+        names = METRICS if algorithm.name == "sft" else METRICS | ROLLOUT_METRICS
+        if self.teacher is not None:
+            names = names | {"train/opd_reverse_kl": Sum.TEACHER_KL}
+        metrics |= {name: total[place] for name, place in names.items()}
+        return metrics | {"train/grad_norm": updated.gradient_norm, "train/lr": updated.learning_rate}
+
+    def _scores(self, packs: Sequence[Pack]) -> Scores:
+        """The passes before the update that its result needs, and no other."""
+        before = self._score(packs) if self.config.algorithm.needs_policy_before else ()
+        return Scores(
+            before=[output[0] if output is not None else None for output in before],
+            reference=self.reference.logprobs(packs) if self.reference is not None else (),
+            teacher=self.teacher.logprobs(packs) if self.teacher is not None else (),
+            values=self.critic.values(packs) if self.critic is not None else (),
+        )
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""
@@ -84,7 +103,7 @@ class Learner:
         packs = [pack([samples[i] for i in part], multiple=self.config.training.tensor_parallel) for part in parts]
         before, self.policy.temperature = self.policy.temperature, temperature
         try:
-            outputs = self._score(packs, self.policy)
+            outputs = self._score(packs)
         finally:
             self.policy.temperature = before
         result: list[Tensor] = [torch.empty(0)] * len(samples)
@@ -96,40 +115,25 @@ class Learner:
                 result[i] = logprobs[packed.sample == place].cpu()
         return result
 
-    def _score(self, packs: Sequence[Pack], policy: model.Policy) -> list[Tensor | None]:
+    def _score(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Forward passes alone: float32 [2, labelled tokens] a pack on the last stage, None on the others."""
-        return forward(policy, _score_pack, packs, self.config.training.max_tokens_per_microbatch)
+        return forward([self.policy], packs, self.config.training.max_tokens_per_microbatch)
 
 
-def _train_microbatch(
-    config: Config, items: Iterator[tuple[Microbatch, Tensor | None]], module: Any
-) -> tuple[Tensor, Callable[..., Any]]:
-    microbatch, reference = next(items)
+def _train_microbatch(config: Config, items: Iterator[Experience], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+    experience = next(items)
+    microbatch = experience.microbatch
     output = module(**model.inputs(microbatch.pack))
 
     def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         try:
-            loss, sums = microbatch_loss(output, microbatch, config.algorithm, reference)
+            loss, sums = microbatch_loss(output, experience, config.algorithm)
         except NonFiniteLogprob as error:
-            sample = microbatch.samples[int(microbatch.pack.sample[error.index])]
+            sample = int(microbatch.owners[error.index])
             raise RuntimeError(
                 f"sample {sample} of the batch: {error.name} is {error.value} on a trained token"
             ) from error
-        # The second value divides gradients when Megatron averages by tokens; `finalize` below does not.
+        # The second value divides gradients when Megatron averages by tokens; Trainable's finalize does not.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
 
     return output, loss_function
-
-
-def _score_pack(items: Iterator[Pack], policy: Any) -> tuple[Tensor, Callable[..., Any]]:
-    output = policy(**model.inputs(next(items)))
-    return output, lambda output, non_loss_data: output
-
-
-def _sum_over_ranks(sums: list[Tensor]) -> Tensor:
-    """float64 [len(Sum)]: each microbatch counted once, by the first tensor-parallel rank of its last stage."""
-    total = torch.zeros(len(Sum), dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
-    if parallel.is_last_stage() and parallel.tensor_rank() == 0:
-        total += torch.stack(sums).double().sum(dim=0)
-    dist.all_reduce(total)
-    return total

@@ -7,11 +7,16 @@ from enum import IntEnum, auto
 import torch
 from torch import Tensor
 
-from vime.algorithms.aggregation import weighted_sum
+from vime.algorithms.aggregation import sample_sums, weighted_sum
+from vime.algorithms.importance import importance_weights, log_ratios
 from vime.algorithms.kl import kl_estimate
-from vime.algorithms.losses import likelihood_loss, policy_loss
+from vime.algorithms.losses import LARGEST_LOG_RATIO, cispo_loss, likelihood_loss, policy_loss, sequence_policy_loss
+from vime.algorithms.masking import kept
 from vime.config import Algorithm
+from vime.errors import UserError
+from vime.import_path import call_by_name, load_function
 from vime.training.batch import Microbatch
+from vime.training.experience import Experience
 
 
 class Sum(IntEnum):
@@ -23,39 +28,138 @@ class Sum(IntEnum):
     ENTROPY = auto()
     CLIPPED = auto()
     LOGPROB_DIFFERENCE = auto()
+    OLD_KL = auto()
+    RATIO = auto()
+    MISMATCH_KL = auto()
+    TRUNCATED = auto()
+    OUTSIDE = auto()
+    OUTSIDE_SEQUENCE = auto()
+    TEACHER_KL = auto()
 
 
-def microbatch_loss(
-    output: Tensor, microbatch: Microbatch, algorithm: Algorithm, reference: Tensor | None
-) -> tuple[Tensor, Tensor]:
+METRICS = {
+    "train/loss": Sum.LOSS,
+    "train/pg_loss": Sum.POLICY,
+    "train/kl_loss": Sum.KL,
+    "train/entropy_loss": Sum.ENTROPY,
+    "train/pg_clipfrac": Sum.CLIPPED,
+}
+ROLLOUT_METRICS = {
+    "train/train_rollout_logprob_abs_diff": Sum.LOGPROB_DIFFERENCE,
+    "train/train_rollout_kl": Sum.MISMATCH_KL,
+    "train/ppo_kl": Sum.OLD_KL,
+    "train/ois": Sum.RATIO,
+    "train/tis": Sum.TRUNCATED,
+    "train/tis_clipfrac": Sum.OUTSIDE,
+    "train/tis_sequence_clipfrac": Sum.OUTSIDE_SEQUENCE,
+}
+"""Metrics that need rollout logprobs, which demonstrations have not. Those of the importance-sampling corrections are
+measured whether one is on or off: mean truncated weight, and the share of tokens that each kind of mask would drop."""
+
+
+def microbatch_loss(output: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """The loss to differentiate, a scalar, and float32 [len(Sum)] sums without gradient.
 
     output: float32 [2, labelled tokens], logprobs and entropies of the policy.
-    reference: float32 [labelled tokens], logprobs under the initial policy, when the KL term is on.
     Raises NonFiniteLogprob when a trained token's logprob is NaN or infinite.
     """
-    logprobs, entropies = output[0], output[1]
-    weights, rollout = microbatch.weights, microbatch.pack.rollout_logprobs
-    current = logprobs.detach()
-    trained = weights > 0
+    microbatch, (logprobs, entropies) = experience.microbatch, output
+    weights, shares, trained = microbatch.weights, microbatch.shares, microbatch.weights > 0
+    sums: dict[Sum, Tensor] = {}
     if algorithm.name == "sft":
-        per_token, clipped = likelihood_loss(logprobs, trained), torch.zeros_like(trained)
+        per_token = likelihood_loss(logprobs, trained)
     else:
-        # On-policy tokens were sampled from the policy that is trained, so their ratio is 1 and no other pass is
-        # needed; for stale ones the engine's logprob is that of the policy that sampled them.
-        old = torch.where(microbatch.stale, rollout, current)
-        per_token, clipped = policy_loss(
-            logprobs, old, microbatch.advantages, trained, algorithm.clip_low, algorithm.clip_high
-        )
+        per_token, sums = _policy(logprobs, experience, algorithm)
     policy = weighted_sum(per_token, weights)
     loss = policy
-    kl = torch.zeros_like(policy)
-    if reference is not None:
-        kl = weighted_sum(kl_estimate(logprobs, reference, algorithm.kl_estimator, trained), weights)
-        loss = loss + algorithm.kl_coefficient * kl
-    entropy = weighted_sum(entropies, weights)
+    if experience.reference is not None:
+        estimates = kl_estimate(logprobs, experience.reference, algorithm.kl_estimator, trained, algorithm.kl_clamp)
+        kl = weighted_sum(estimates, weights)
+        sums[Sum.KL] = kl
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coefficient * kl
     if algorithm.entropy_coefficient:
-        loss = loss - algorithm.entropy_coefficient * entropy
-    difference = weighted_sum((current - rollout).abs(), weights)
-    sums = torch.stack([loss, policy, kl, entropy, weighted_sum(clipped.float(), weights), difference]).detach()
-    return loss, sums
+        loss = loss - algorithm.entropy_coefficient * weighted_sum(entropies, weights)
+    sums |= {Sum.LOSS: loss, Sum.POLICY: policy, Sum.ENTROPY: weighted_sum(entropies, shares)}
+    none = torch.zeros_like(policy)
+    return loss, torch.stack([sums.get(name, none) for name in Sum]).detach()
+
+
+def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, dict[Sum, Tensor]]:
+    """The policy loss [T] of each token, and the sums about it."""
+    microbatch, advantages = experience.microbatch, experience.advantages
+    assert advantages is not None, "the last stage knows its advantages"
+    rollout, shares, trained = microbatch.pack.rollout_logprobs, microbatch.shares, microbatch.weights > 0
+    # One update a batch: the policy before the step is the one that is differentiated, so no other pass is needed.
+    before = logprobs.detach()
+    from_rollout = {
+        "auto": microbatch.stale,
+        "trainer": torch.zeros_like(microbatch.stale),
+        "rollout": torch.ones_like(microbatch.stale),
+    }[algorithm.old_logprobs]
+    old = torch.where(from_rollout, rollout, before)
+    sums: dict[Sum, Tensor] = {}
+    if experience.teacher is not None:
+        gap = kept(experience.teacher, trained, "teacher_logprobs") - kept(before, trained, "logprobs")
+        advantages = advantages + algorithm.teacher_coefficient * gap
+        sums[Sum.TEACHER_KL] = weighted_sum(-gap, shares)
+    per_token, clipped = _loss(logprobs, old, advantages, experience, algorithm)
+    mismatch = log_ratios(before, rollout, trained)
+    of_sample = _of_sample(mismatch, microbatch)
+    bounds = algorithm.importance_low, algorithm.importance_high
+    truncated, outside = importance_weights(mismatch, of_sample, "truncated", *bounds)
+    outside_sequence = importance_weights(mismatch, of_sample, "sequence_mask", *bounds)[1]
+    if algorithm.importance_sampling != "off":
+        weight, _ = importance_weights(mismatch, of_sample, algorithm.importance_sampling, *bounds)
+        # A ratio from the engine's logprob corrects for the engine by itself.
+        per_token = torch.where(from_rollout, per_token, per_token * weight)
+    change = torch.where(trained, before - old, torch.zeros_like(old))
+    values = {
+        Sum.CLIPPED: clipped.float(),
+        Sum.LOGPROB_DIFFERENCE: mismatch.abs(),
+        Sum.MISMATCH_KL: mismatch.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).expm1() - mismatch,
+        Sum.OLD_KL: -change,
+        Sum.RATIO: change.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(),
+        Sum.TRUNCATED: truncated,
+        Sum.OUTSIDE: outside.float(),
+        Sum.OUTSIDE_SEQUENCE: outside_sequence.float(),
+    }
+    return per_token, sums | {name: weighted_sum(value, shares) for name, value in values.items()}
+
+
+def _loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, experience: Experience, algorithm: Algorithm
+) -> tuple[Tensor, Tensor]:
+    microbatch = experience.microbatch
+    trained = microbatch.weights > 0
+    low, high = algorithm.clip_low, algorithm.clip_high
+    match algorithm.loss:
+        case "clip":
+            return policy_loss(logprobs, old, advantages, trained, low, high, algorithm.clip_dual)
+        case "cispo":
+            return cispo_loss(logprobs, old, advantages, trained, low, high)
+        case "gspo":
+            change = log_ratios(logprobs, old, trained)
+            count = _of_sample(trained.float(), microbatch).clamp(min=1)
+            return sequence_policy_loss(
+                logprobs, old, advantages, trained, _of_sample(change, microbatch) / count, low, high
+            )
+    offered = {
+        "logprobs": torch.where(trained, logprobs, torch.zeros_like(logprobs)),
+        "old_logprobs": torch.where(trained, old, torch.zeros_like(old)),
+        "advantages": advantages,
+        "mask": trained,
+        "rollout_logprobs": microbatch.pack.rollout_logprobs,
+        "samples": microbatch.pack.sample,
+    }
+    path = algorithm.loss
+    result = call_by_name(load_function(path, "algorithm.loss"), offered, path, "algorithm.loss")
+    per_token, clipped = result if isinstance(result, tuple) else (result, torch.zeros_like(trained))
+    if not isinstance(per_token, Tensor) or per_token.shape != logprobs.shape:
+        raise UserError(f"algorithm.loss={path} must return a tensor [{len(logprobs)}], a loss for each token")
+    return torch.where(trained, per_token, torch.zeros_like(per_token)), clipped
+
+
+def _of_sample(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """[T]: the sum of the values over the token's response. A response lies in one pack."""
+    return sample_sums(values, microbatch.pack.sample, len(microbatch.samples))[microbatch.pack.sample]

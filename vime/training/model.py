@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -81,6 +81,9 @@ def layer_spec(architecture: Architecture) -> ModuleSpec | TransformerBlockSubmo
     return TransformerBlockSubmodules(layer_specs=[spec] * stage_layers, layer_norm=RMSNorm)
 
 
+P = TypeVar("P", bound="Policy")
+
+
 class Policy(GPTModel):
     """A GPT model whose last stage returns logprobs and entropies instead of logits."""
 
@@ -144,9 +147,9 @@ def inputs(pack: Pack) -> dict[str, Any]:
     }
 
 
-def build(architecture: Architecture, config: Config) -> Policy:
+def build(architecture: Architecture, config: Config, kind: type[P]) -> P:
     """This rank's part of the model, on its device, with initial weights that are meant to be overwritten."""
     fused = config.cluster.device == "cuda"
-    model = Policy(architecture, transformer_config(architecture, config.training, fused=fused), config.training)
+    model = kind(architecture, transformer_config(architecture, config.training, fused=fused), config.training)
     model.temperature = config.rollout.temperature
     return model.cuda()

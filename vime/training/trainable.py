@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vime.config import Config, Training
 from vime.models.hf_folder import torch_dtype
-from vime.training.model import Policy
+from vime.training.model import Policy, inputs
+from vime.training.pack import Pack
 
 Step = Callable[..., Any]
 """Megatron's forward step: (iterator over the items, model) -> (output, function of the output)."""
@@ -33,46 +34,57 @@ class Updated:
 class Trainable:
     """A model with its optimizer. Every method is a collective over all trainer ranks."""
 
-    def __init__(self, network: Policy, config: Config, training: Training) -> None:
-        """training: the optimizer's settings."""
-        self.network = network
+    def __init__(self, chunks: Sequence[Policy], config: Config, training: Training) -> None:
+        """chunks: this rank's part of the model. training: the optimizer's settings."""
+        self.chunks = list(chunks)
         self._tokens = config.training.max_tokens_per_microbatch
-        self.module = _data_parallel(network, config)
-        self.optimizer = _optimizer(self.module, training)
+        self.modules = _data_parallel(self.chunks, config)
+        self.optimizer = _optimizer(self.modules, training)
         self.scheduler = _scheduler(self.optimizer, training)
 
-    def update(self, step: Step, items: Sequence[Any]) -> Updated:
+    def update(self, step: Step, items: Sequence[Any], *, advance: bool = True) -> Updated:
         """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, sums).
 
+        advance: whether the learning rate's schedule goes on; it counts batches.
         Raises RuntimeError when the gradient is not finite.
         """
-        self.module.zero_grad_buffer()
+        for module in self.modules:
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = _schedule(self.module, step, items, self._tokens, forward_only=False)
+        sums = _schedule(self.modules, step, items, self._tokens, forward_only=False)
         finite, gradient_norm, _ = self.optimizer.step()
         if not finite:
             raise RuntimeError("the gradient has NaN or infinite values: nothing was updated")
         rate = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step(increment=1)
+        if advance:
+            self.scheduler.step(increment=1)
         return Updated(sums, float(gradient_norm or 0.0), rate)
 
 
-def forward(network: Policy, step: Step, items: Sequence[Any], tokens: int) -> list[Any]:
-    """Forward passes without gradient: what `step` collects of each item on the last stage, None on the others.
+def forward(chunks: Sequence[Policy], packs: Sequence[Pack], tokens: int) -> list[Tensor | None]:
+    """Forward passes without gradient: the output for each pack on the last stage, None on the others.
 
-    tokens: the most that one item has.
+    tokens: the most that one pack has.
     """
     with torch.no_grad():
-        outputs = _schedule(network, step, items, tokens, forward_only=True)
-    return outputs if outputs else [None] * len(items)
+        outputs = _schedule(chunks, _score_pack, packs, tokens, forward_only=True)
+    return outputs if outputs else [None] * len(packs)
 
 
-def _schedule(module: Any, step: Step, items: Sequence[Any], tokens: int, *, forward_only: bool) -> list[Any]:
+def _score_pack(items: Iterator[Pack], network: Any) -> tuple[Tensor, Callable[..., Any]]:
+    output = network(**inputs(next(items)))
+    return output, lambda output, non_loss_data: output
+
+
+def _schedule(
+    modules: Sequence[Any], step: Step, items: Sequence[Any], tokens: int, *, forward_only: bool
+) -> list[Any]:
     """Run `step` over the items in Megatron's pipeline schedule: what the last stage collected, else nothing."""
+    several = len(modules) > 1
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(items),
-        model=module,
+        data_iterator=[iter(items) for _ in modules] if several else iter(items),
+        model=list(modules) if several else modules[0],
         num_microbatches=len(items),
         seq_length=tokens,
         micro_batch_size=1,
@@ -82,7 +94,7 @@ def _schedule(module: Any, step: Step, items: Sequence[Any], tokens: int, *, for
     return results
 
 
-def _data_parallel(policy: Policy, config: Config) -> DistributedDataParallel:
+def _data_parallel(chunks: Sequence[Policy], config: Config) -> list[DistributedDataParallel]:
     overlap = config.cluster.device == "cuda"
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -90,15 +102,22 @@ def _data_parallel(policy: Policy, config: Config) -> DistributedDataParallel:
         use_distributed_optimizer=config.training.distributed_optimizer,
         check_for_nan_in_grad=False,  # the optimizer step checks the reduced gradient
     )
-    module = DistributedDataParallel(policy.config, ddp, policy)
-    policy.config.no_sync_func = module.no_sync if overlap else None
+    modules = [
+        # Only the first chunk's gradients are reduced while others are still computed.
+        DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    shared = chunks[0].config
+    no_syncs = [module.no_sync for module in modules]
+    shared.no_sync_func = (no_syncs if len(modules) > 1 else no_syncs[0]) if overlap else None
     # Token weights already divide by the global batch: pass no token count, by which Megatron would divide again.
-    policy.config.finalize_model_grads_func = lambda chunks, tokens, **rest: finalize_model_grads(chunks, None, **rest)
-    module.broadcast_params()
-    return module
+    shared.finalize_model_grads_func = lambda chunks, tokens, **rest: finalize_model_grads(chunks, None, **rest)
+    for module in modules:
+        module.broadcast_params()
+    return modules
 
 
-def _optimizer(module: DistributedDataParallel, training: Training) -> MegatronOptimizer:
+def _optimizer(modules: list[DistributedDataParallel], training: Training) -> MegatronOptimizer:
     dtype = torch_dtype(training.dtype)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -114,11 +133,10 @@ def _optimizer(module: DistributedDataParallel, training: Training) -> MegatronO
             clip_grad=training.clip_grad,
             use_distributed_optimizer=training.distributed_optimizer,
         ),
-        [module],
+        modules,
         use_gloo_process_groups=False,
     )
-    policy_config = module.module.config
-    policy_config.grad_scale_func = optimizer.scale_loss
+    modules[0].module.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

@@ -1,0 +1,237 @@
+"""Every update rule gives the same step in every layout, and runs no pass that its result does not need."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.ranks import Ranks, tiny_config
+from tests.training.test_model import TINY
+from tests.training.test_step import ADAM_EPS, LEARNING_RATE, write_batch
+from vime.buffer.manifest import Manifest
+from vime.errors import UserError
+from vime.models.tiny import make_tiny
+from vime.run_dir import RunDir
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2_small_microbatches": (2, {"max_tokens_per_microbatch": 40}),
+    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 60}),
+}
+# Ratios and weights that are not 1: the batch is a version behind, its rollout logprobs are random.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"normalize_std": False, "clip_dual": 2.0},
+    "rloo_kl_in_reward": {"advantage": "rloo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "kl_coefficient": 0.1,
+        "kl_in": "reward",
+        "kl_clamp": 0.01,
+    },
+    "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "aggregation": "constant"},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.5, "clip_high": 3.0},
+    "cispo_truncated": {"loss": "cispo", "importance_sampling": "truncated", "old_logprobs": "trainer"},
+    "sequence_mask": {"importance_sampling": "sequence_mask", "old_logprobs": "trainer", "importance_high": 50.0},
+    "rollout": {"old_logprobs": "rollout", "kl_coefficient": 0.1, "kl_clamp": 0.5, "entropy_coefficient": 0.01},
+    "teacher": {"teacher": "TEACHER", "teacher_coefficient": 0.5},
+    "ppo": {"name": "ppo", "gae_lambda": 0.9, "gamma": 0.99, "critic": {"learning_rate": 1e-3, "updates": 2}},
+    "custom": {
+        "advantage": "tests.training.test_algorithms:best_of_group",
+        "loss": "tests.training.test_algorithms:plain_loss",
+    },
+}
+
+
+def best_of_group(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A user's advantage: 1 for the best responses to a prompt, 0 for the others."""
+    return torch.stack(
+        [(reward >= rewards[groups == group].max()).float() for reward, group in zip(rewards, groups, strict=True)]
+    )
+
+
+def plain_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """A user's loss: the policy gradient without ratios."""
+    return -advantages * logprobs
+
+
+def wrong_shape(rewards: Tensor) -> Tensor:
+    """A user's mistake."""
+    return rewards[:2]
+
+
+def broken(rewards: Tensor) -> Tensor:
+    """Another one."""
+    raise KeyError("bonus")
+
+
+def _step(
+    rank: int,
+    store: Any,
+    world_size: int,
+    folder: Path,
+    manifest: Manifest,
+    algorithm: dict[str, Any],
+    training: dict[str, Any],
+    steps: int = 2,
+) -> dict[str, Any]:
+    """Steps on one batch; the second one sees values and a reference that differ from the policy's own."""
+    from vime.buffer.reader import BufferReader
+    from vime.training import batch, hf_weights, parallel
+    from vime.training.learner import Learner
+
+    if "teacher" in algorithm:
+        algorithm = {**algorithm, "teacher": folder / "teacher"}
+    config = tiny_config(
+        algorithm=algorithm,
+        training={"ranks": world_size, "learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPS, **training},
+    )
+    parallel.initialize(config, store, rank, world_size)
+    learner = Learner(config, folder / "hf")
+    passes: list[str] = []
+    for name in ("_score", "reference", "teacher", "critic"):
+        part = getattr(learner, name)
+        owner, method = {
+            "_score": (learner, "_score"),
+            "critic": (part, "values"),
+        }.get(name, (part, "logprobs"))
+        if owner is not None:
+            _count(owner, method, name, passes)
+    metrics = []
+    for _ in range(steps):
+        loaded = batch.load(manifest, BufferReader(RunDir(folder), config.buffer), config, version=1)
+        metrics.append(learner.train(loaded))
+    weights = dict(hf_weights.export(learner.policy, torch.float32)) if parallel.is_first_replica() else {}
+    return {"metrics": metrics, "weights": weights, "passes": passes}
+
+
+def _count(owner: Any, method: str, name: str, passes: list[str]) -> None:
+    function = getattr(owner, method)
+
+    def counted(*arguments: Any) -> Any:
+        passes.append(name)
+        return function(*arguments)
+
+    setattr(owner, method, counted)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    folder = tmp_path_factory.mktemp("algorithms")
+    make_tiny(TINY, folder / "hf")
+    make_tiny(TINY.model_copy(update={"seed": 1, "layers": 2}), folder / "teacher")
+    return folder, write_batch(folder, logprob=(-math.log(264), 0.7))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, Manifest], algorithm: str) -> None:
+    (expected,) = ranks.run(1, _step, *prepared, ALGORITHMS[algorithm], {})
+    assert all(np.isfinite(value) for metrics in expected["metrics"] for value in metrics.values())
+    assert expected["metrics"][0]["train/grad_norm"] > 1e-3
+    assert expected["metrics"][0] != expected["metrics"][1]
+    for layout, (world_size, training) in LAYOUTS.items():
+        results = ranks.run(world_size, _step, *prepared, ALGORITHMS[algorithm], training)
+        for result in results:
+            for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+                assert seen == pytest.approx(wanted, abs=2e-5, rel=2e-5), layout
+        for name, tensor in expected["weights"].items():
+            assert (results[0]["weights"][name] - tensor).abs().max() < 1e-5, (layout, name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({}, []),
+        ({"advantage": "reinforce_plus_plus", "loss": "gspo", "importance_sampling": "truncated"}, []),
+        ({"entropy_coefficient": 0.1, "old_logprobs": "trainer"}, []),
+        ({"kl_coefficient": 0.1}, ["reference"]),
+        ({"kl_coefficient": 0.1, "kl_in": "reward"}, ["_score", "reference"]),
+        ({"kl_in": "reward"}, []),
+        ({"name": "ppo"}, ["critic"]),
+        ({"teacher": "TEACHER"}, ["teacher"]),
+    ],
+)
+def test_no_pass_runs_that_the_result_does_not_need(
+    ranks: Ranks, prepared: tuple[Path, Manifest], algorithm: dict[str, Any], passes: list[str]
+) -> None:
+    (result,) = ranks.run(1, _step, *prepared, algorithm, {}, 1)
+    assert result["passes"] == passes
+
+
+def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
+    off: dict[str, Any] = {"old_logprobs": "trainer", "importance_low": 0.1, "importance_high": 0.9}
+    (plain,) = ranks.run(1, _step, *prepared, off, {}, 1)
+    seen = plain["metrics"][0]
+    assert 0.1 < seen["train/tis_clipfrac"] < 0.9
+    assert 0.1 < seen["train/tis_sequence_clipfrac"] <= 1
+    assert 0.1 < seen["train/tis"] < 2
+    assert seen["train/train_rollout_kl"] > 0.1
+    assert seen["train/ois"] == 1
+    assert seen["train/ppo_kl"] == 0
+    for correction in ("truncated", "token_mask", "sequence_mask"):
+        (corrected,) = ranks.run(1, _step, *prepared, {**off, "importance_sampling": correction}, {}, 1)
+        names = [name for name in seen if "tis" in name or "rollout" in name]
+        assert len(names) == 5
+        assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
+        assert corrected["metrics"][0]["train/pg_loss"] != seen["train/pg_loss"]
+
+
+def test_the_reference_follows_the_policy(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
+    (fixed,) = ranks.run(1, _step, *prepared, {"kl_coefficient": 1e-3}, {}, 3)
+    (refreshed,) = ranks.run(1, _step, *prepared, {"kl_coefficient": 1e-3, "reference_refresh": 2}, {}, 3)
+    kl = [[metrics["train/kl_loss"] for metrics in result["metrics"]] for result in (fixed, refreshed)]
+    assert kl[0][0] == kl[1][0] == pytest.approx(0, abs=1e-7)
+    assert kl[0][1] == kl[1][1] > 1e-7
+    assert kl[1][2] == pytest.approx(0, abs=1e-7)
+    assert kl[0][2] > kl[0][1]
+
+
+def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
+    critic = {"critic_only_steps": 2, "learning_rate": 3e-3, "value_clip": 10.0}
+    (result,) = ranks.run(1, _step, *prepared, {"name": "ppo", "critic": critic}, {}, 3)
+    first, second, third = result["metrics"]
+    assert "train/pg_loss" not in second
+    assert third["train/pg_loss"] != 0
+    assert first["train/value_loss"] > second["train/value_loss"] > third["train/value_loss"]
+    # The value head begins with 0 everywhere: it explains nothing, and says so.
+    assert (first["train/explained_variance"], first["train/value_mean"]) == (pytest.approx(0, abs=1e-6), 0)
+    assert third["train/explained_variance"] > 0
+    (only,) = ranks.run(1, _step, *prepared, {"name": "ppo", "critic": critic}, {}, 2)
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(prepared[0] / "hf" / "model.safetensors").items():
+        assert torch.equal(only["weights"][name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "line"),
+    [
+        ({"advantage": "tests.training.test_algorithms:wrong_shape"}, r"returned a tensor \[2\]; .* tensor \[8\]"),
+        ({"advantage": "tests.training.test_algorithms:broken"}, r"test_algorithms:broken raised KeyError: 'bonus'"),
+        ({"loss": "tests.training.test_algorithms:best_of_group"}, r"asks for 'rewards'; there are logprobs, old_log"),
+        ({"loss": "tests.training.test_algorithms:best"}, r"algorithm.loss=.* has no best$"),
+    ],
+)
+def test_a_mistake_in_custom_logic_is_named(
+    ranks: Ranks, prepared: tuple[Path, Manifest], algorithm: dict[str, Any], line: str
+) -> None:
+    (message,) = ranks.run(1, _refusal, *prepared, algorithm)
+    assert message.startswith(f"algorithm.{next(iter(algorithm))}=")
+    import re
+
+    assert re.search(line, message), message
+
+
+def _refusal(rank: int, store: Any, world_size: int, folder: Path, manifest: Manifest, algorithm: Any) -> str:
+    try:
+        _step(rank, store, world_size, folder, manifest, algorithm, {}, 1)
+    except UserError as error:
+        return str(error)
+    return "it trained"

@@ -1,0 +1,139 @@
+"""The update rule of a run: what a recipe may say under `algorithm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vime.section import ImportPath, Section
+
+Advantage = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+Loss = Literal["clip", "gspo", "cispo"]
+
+
+class Critic(Section):
+    """ppo only: the model with a value head that estimates what reward is still to come."""
+
+    path: Path | None = None
+    """A Hugging Face folder of the policy's tokenizer to start from. Default: the initial policy's weights."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate; the rest of its optimizer's settings are those of `training`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    critic_only_steps: int = Field(0, ge=0)
+    """First steps of the run in which the critic alone learns: the policy, and its version's weights, stay."""
+    updates: int = Field(1, ge=1)
+    """Updates of the critic by each batch."""
+    value_clip: float = Field(0.2, gt=0)
+    """The loss takes no credit for a value that moves further than this from what it was before the step."""
+
+
+class Algorithm(Section):
+    """The update rule."""
+
+    name: Literal["grpo", "ppo", "sft"] = "grpo"
+    """grpo: policy gradient without a critic, by `advantage`. ppo: with one. sft: demonstrations, without engines."""
+    advantage: Advantage | ImportPath | None = None
+    """How rewards become advantages: an estimator or module:function. Default: grpo's own; with name=ppo it is gae."""
+    normalize_std: bool | None = None
+    """grpo, rloo: divide a group's centred rewards by their spread; others: make the batch's advantages zero-mean and
+    unit-variance. Default: as published, so rloo does not and all others do."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """gae, reinforce_plus_plus: discount of a token's reward for each token before it."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """gae: 1 trusts rewards alone, 0 the critic's next value alone."""
+    loss: Loss | ImportPath = "clip"
+    """Policy loss: PPO's clipped ratio of a token, GSPO's of a sequence, CISPO's clipped weight, or module:function."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """The probability ratio is clipped below at 1 - clip_low. gspo was published with 3e-4, cispo with 1."""
+    clip_high: float = Field(0.28, ge=0)
+    """The probability ratio is clipped above at 1 + clip_high. gspo was published with 4e-4."""
+    clip_dual: float | None = Field(None, gt=1)
+    """clip: with a negative advantage the loss counts ratios up to this one (dual clip, 3 as published). null: all."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the reference policy. 0 loads no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether that divergence is added to the loss, or taken from each token's reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence. In a reward k1 is the usual one; in a loss its gradient is zero on average."""
+    kl_clamp: float | None = Field(None, gt=0)
+    """Largest |estimate| of a token. null: all."""
+    reference: Literal["initial"] | Path = "initial"
+    """The reference policy: the initial one, or a Hugging Face folder of the same vocabulary."""
+    reference_refresh: int = Field(0, ge=0)
+    """Replace the reference policy by the current one every so many steps. 0: never."""
+    teacher: Path | None = None
+    """On-policy distillation: a Hugging Face folder of the same vocabulary whose logprobs reward each token."""
+    teacher_coefficient: float = Field(1.0, gt=0)
+    """Weight of the teacher's log-ratio, log p_teacher - log p, in a token's advantage."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """From tokens to one loss: mean over the batch's tokens; over responses of each one's mean; or the sum divided by
+    responses x rollout.max_response_tokens (Dr. GRPO)."""
+    old_logprobs: Literal["auto", "trainer", "rollout"] = "auto"
+    """The policy that ratios are taken from: the trainer's before the step, the engine's, or (auto) the trainer's for
+    what the current policy generated and the engine's for what an older one did."""
+    importance_sampling: Literal["off", "truncated", "token_mask", "sequence_mask"] = "off"
+    """Correct for engines that compute other probabilities than the trainer: weigh a token by p_trainer / p_engine,
+    truncated to the bounds; or 0 outside of them, of a token or of a whole response. Where the engine's logprobs are
+    the old ones, the ratio contains it already."""
+    importance_low: float = Field(0.0, ge=0)
+    """Lower bound of that weight."""
+    importance_high: float = Field(2.0, gt=0)
+    """Upper bound of that weight."""
+    routing_replay: bool = False
+    """Mixture-of-experts only: train each token through the experts that the engine used for it (R3)."""
+    critic: Critic = Critic()
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator in use."""
+        return self.advantage or ("gae" if self.name == "ppo" else "grpo")
+
+    @property
+    def normalizes(self) -> bool:
+        """`normalize_std`, or what the estimator was published with."""
+        return self.normalize_std if self.normalize_std is not None else self.estimator != "rloo"
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether an advantage is relative to the other responses to the prompt."""
+        return self.name == "grpo" and self.estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a step needs the reference policy's logprobs."""
+        return self.name != "sft" and self.kl_coefficient > 0
+
+    @property
+    def needs_policy_before(self) -> bool:
+        """Whether a step needs the policy's own logprobs before the update, in a pass of their own."""
+        return self.needs_reference and self.kl_in == "reward"
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Algorithm:
+        if (self.estimator == "gae") != (self.name == "ppo"):
+            if self.name == "ppo":
+                raise ValueError(f"algorithm.advantage={self.advantage} takes no critic: use algorithm.name=grpo")
+            raise ValueError("algorithm.advantage=gae needs a critic: use algorithm.name=ppo")
+        if self.importance_low >= self.importance_high:
+            raise ValueError(
+                f"algorithm.importance_low={self.importance_low:g} must be below"
+                f" algorithm.importance_high={self.importance_high:g}"
+            )
+        if self.clip_dual is not None and (self.loss != "clip" or self.clip_dual <= 1 + self.clip_high):
+            raise ValueError(
+                f"algorithm.clip_dual={self.clip_dual:g} is for algorithm.loss=clip, and above"
+                f" 1 + clip_high = {1 + self.clip_high:g}"
+            )
+        if self.reference_refresh and not self.needs_reference:
+            raise ValueError("algorithm.reference_refresh needs a reference: algorithm.kl_coefficient above 0")
+        if self.importance_sampling != "off" and self.old_logprobs == "rollout":
+            raise ValueError(
+                "algorithm.old_logprobs=rollout has the engine's probabilities in the ratio already;"
+                " set algorithm.importance_sampling=off"
+            )
+        return self

@@ -1,0 +1,43 @@
+"""Custom logic by name: `module:function` becomes the function, called with those arguments that it names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vime.errors import UserError
+
+
+def load_function(path: str, field: str) -> Callable[..., Any]:
+    """The function that `path` names. Raises UserError naming the configuration field."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f"{field}={path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise UserError(f"{field}={path}: {module_name} has no {name}")
+    if not callable(function):
+        raise UserError(f"{field}={path}: {name} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def call_by_name(function: Callable[..., Any], offered: dict[str, Any], path: str, field: str) -> Any:
+    """Call `function` with the arguments of `offered` that it names, or all when it takes any.
+
+    Raises UserError when it asks for something else, and when it raises: the line names field, function and exception.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    taken = offered
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        strange = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+        if strange:
+            raise UserError(f"{field}={path} asks for {strange[0]!r}; there are {', '.join(offered)}")
+        taken = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    try:
+        return function(**taken)
+    except Exception as error:
+        raise UserError(f"{field}={path} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,126 @@
+"""PPO's critic: a Megatron model with a value head in place of the output layer, and its own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from vime.algorithms.aggregation import weighted_sum
+from vime.algorithms.losses import value_loss
+from vime.algorithms.masking import NonFiniteLogprob
+from vime.config import Config
+from vime.models.family import architecture
+from vime.models.hf_folder import HfReader
+from vime.training import hf_weights, model
+from vime.training.experience import Experience
+from vime.training.pack import IGNORE, Pack
+from vime.training.reduce import sum_over_ranks
+from vime.training.trainable import Trainable, forward
+
+
+class ValueHead(nn.Module):
+    """One number from a hidden state. It begins with 0, so that the first advantages are the rewards themselves."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, width] -> float32 [1, tokens]."""
+        return (hidden @ self.weight.t()).t().float()
+
+
+class ValueModel(model.Policy):
+    """A policy's network that says how much reward is still to come, instead of which token."""
+
+    def become(self) -> None:
+        """Put the value head in place of the output layer, once the weights of a policy are loaded."""
+        self.share_embeddings_and_output_weights = False  # the embedding is not an output layer any more
+        for parameter in self.parameters():
+            if getattr(parameter, "shared_embedding", False):
+                parameter.shared_embedding = parameter.shared = False  # type: ignore[attr-defined]
+        if self.post_process:
+            self.output_layer = ValueHead(self.config.hidden_size, self.config.params_dtype).cuda()
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **rest: Any) -> Tensor:  # type: ignore[override]
+        """Hidden states [tokens (/ TP), 1, width], labels [tokens] -> float32 [1, labelled tokens] on the last stage.
+
+        The value of the state in which each labelled token was chosen. Every tensor-parallel rank computes all of it,
+        and so the whole gradient.
+        """
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        hidden = hidden_states
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return self.output_layer(hidden.squeeze(1)[labels != IGNORE])
+
+
+class Critic:
+    """The critic in training. Its methods are collectives over all trainer ranks."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        """folder: of the initial policy. Raises UserError when the model is not supported."""
+        self.settings = config.algorithm.critic
+        folder = self.settings.path or folder
+        network = model.build(architecture(folder), config, ValueModel)
+        hf_weights.load(network, HfReader(folder))
+        network.become()
+        self.chunks = [network]
+        self._tokens = config.training.max_tokens_per_microbatch
+        training = config.training.model_copy(
+            update={"learning_rate": self.settings.learning_rate, "warmup_steps": self.settings.warmup_steps}
+        )
+        self.trainable = Trainable(self.chunks, config, training)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next step is one of those in which only the critic learns."""
+        return self.trainable.scheduler.num_steps < self.settings.critic_only_steps
+
+    def values(self, packs: Sequence[Pack]) -> list[Tensor | None]:
+        """Float32 [labelled tokens] of each pack on the last stage, None on the others."""
+        outputs = forward(self.chunks, packs, self._tokens)
+        return [output[0] if output is not None else None for output in outputs]
+
+    def train(self, items: Sequence[Experience]) -> dict[str, float]:
+        """`critic.updates` updates on a batch; the metrics are of the last of them, the same on every rank."""
+        for last in range(self.settings.updates - 1, -1, -1):
+            updated = self.trainable.update(partial(_train_pack, self.settings.value_clip), items, advance=last == 0)
+        total = sum_over_ranks(torch.stack(updated.sums).double().sum(0) if updated.sums else torch.zeros(2)).tolist()
+        return {
+            "train/value_loss": total[0],
+            "train/value_clipfrac": total[1],
+            "train/critic_grad_norm": updated.gradient_norm,
+            "train/critic_lr": updated.learning_rate,
+        }
+
+
+def _train_pack(
+    value_clip: float, items: Iterator[Experience], module: Any
+) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    experience = next(items)
+    microbatch = experience.microbatch
+
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        old, returns = experience.values, experience.returns
+        assert old is not None, "the last stage knows the values"
+        assert returns is not None, "the last stage knows the returns"
+        try:
+            losses, clipped = value_loss(output[0], old, returns, microbatch.weights > 0, value_clip)
+        except NonFiniteLogprob as error:
+            sample = int(microbatch.owners[error.index])
+            raise RuntimeError(
+                f"sample {sample} of the batch: {error.name} is {error.value}, from the critic"
+            ) from error
+        loss = weighted_sum(losses, microbatch.shares)
+        sums = torch.stack([loss, weighted_sum(clipped.float(), microbatch.shares)]).detach()
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
+
+    return module(**model.inputs(microbatch.pack)), loss_function

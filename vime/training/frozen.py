@@ -1,0 +1,45 @@
+"""Models that only score: the reference policy of a KL term, and the teacher of a distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vime.config import Config
+from vime.errors import UserError
+from vime.models.family import architecture
+from vime.models.hf_folder import HfReader
+from vime.training import hf_weights, model
+from vime.training.pack import Pack
+from vime.training.trainable import forward
+
+
+class Frozen:
+    """A model without optimizer. Its methods are collectives over all trainer ranks."""
+
+    def __init__(self, folder: Path, config: Config, vocabulary: int, field: str) -> None:
+        """Raises UserError naming the configuration field when the folder's words are not the policy's."""
+        shape = architecture(folder)
+        if shape.vocabulary != vocabulary:
+            raise UserError(
+                f"{field}={folder} has a vocabulary of {shape.vocabulary} words and the policy one of {vocabulary}:"
+                " their logprobs cannot be compared"
+            )
+        network = model.build(shape, config, model.Policy).requires_grad_(False).eval()
+        hf_weights.load(network, HfReader(folder))
+        self.chunks = [network]
+        self._tokens = config.training.max_tokens_per_microbatch
+
+    def logprobs(self, packs: Sequence[Pack]) -> list[Tensor | None]:
+        """Float32 [labelled tokens] of each pack on the last stage, None on the others."""
+        outputs = forward(self.chunks, packs, self._tokens)
+        return [output[0] if output is not None else None for output in outputs]
+
+    @torch.no_grad()
+    def copy(self, policy: Sequence[model.Policy]) -> None:
+        """Take over the weights of the policy, which has the same shape."""
+        for mine, new in zip(self.chunks, policy, strict=True):
+            mine.load_state_dict(new.state_dict())
