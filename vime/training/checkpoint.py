@@ -1,4 +1,4 @@
-"""Checkpoints of the policy in training, by Megatron's distributed checkpointing.
+"""Checkpoints of the policy in training, and of PPO's critic with it, by Megatron's distributed checkpointing.
 
 Tensors are saved by the ranks that hold them and can be loaded in another parallel layout. A rank gathers at most the
 optimizer state of its own part of the model over its replicas.
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import random as parallel_random
 
 from vime.buffer.files import wait_for_file
@@ -38,9 +37,7 @@ from vime.training.checkpoint_folder import (
 )
 from vime.training.checkpoint_writer import save_strategy
 from vime.training.learner import Learner
-
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Optimizer state as tensors of the parameters' shapes, which fit every layout. Pass a copy: Megatron adds to it."""
+from vime.training.part_state import FORMAT, load_into, load_model, state_of, state_of_model
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ class Checkpoints:
         started = time.monotonic()
         first = dist.get_rank() == 0
         writing = Path(broadcast_json(str(begin(self._folder, step)) if first else None))
-        give_state(self._learner.optimizer)
         dist_checkpointing.save(
             self._state(loading=False, with_random=True),
             str(writing),
@@ -136,19 +132,13 @@ class Checkpoints:
         )
         for name, size in facts.files.items():
             wait_for_file(checkpoint.path / name, size, self._config.buffer.file_timeout)
-        learner = self._learner
-        give_state(learner.optimizer)
         loaded = dist_checkpointing.load(self._state(loading=True, with_random=same_layout), str(checkpoint.path))
-        configured = [
-            {key: value for key, value in group.items() if key not in ("params", "step")}
-            for group in learner.optimizer.param_groups
-        ]
-        learner.policy.load_state_dict(loaded["model"])
-        _load_optimizer(learner.optimizer, loaded["optimizer"])
-        # Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's.
-        for group, settings in zip(learner.optimizer.param_groups, configured, strict=True):
-            group.update(settings)
-        learner.scheduler.step(increment=loaded["scheduler"]["num_steps"] - learner.scheduler.num_steps)
+        learner = self._learner
+        load_into(learner.trainable, loaded["policy"])
+        if learner.critic is not None:
+            load_into(learner.critic.trainable, loaded["critic"])
+        if "reference" in loaded and learner.reference is not None:
+            load_model(learner.reference.chunks, loaded["reference"])
         if same_layout:
             _set_random_states(loaded["random"][0])
         return Loaded(
@@ -179,9 +169,11 @@ class Checkpoints:
 
     def _state(self, *, loading: bool, with_random: bool) -> dict[str, Any]:
         learner = self._learner
-        model = learner.policy.sharded_state_dict(metadata=dict(FORMAT))
-        optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(FORMAT))
-        state = {"model": model, "optimizer": optimizer}
+        state = {"policy": state_of(learner.trainable, "", loading=loading)}
+        if learner.critic is not None:
+            state["critic"] = state_of(learner.critic.trainable, "critic.", loading=loading)
+        if learner.reference is not None and self._config.algorithm.reference_refresh:
+            state["reference"] = state_of_model(learner.reference.chunks, "reference.")
         if with_random:
             state["random"] = ShardedObject(
                 "random",
@@ -196,51 +188,7 @@ class Checkpoints:
                 ),
                 replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
             )
-        if not loading:
-            state["scheduler"] = learner.scheduler.state_dict()
         return state
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron chains an optimizer of dense and one of expert parameters, or has one alone."""
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
-
-
-def _counts_steps(part: Any) -> bool:
-    """Whether it is torch's Adam, which counts steps a parameter; Transformer Engine's counts once."""
-    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    parts = _parts(optimizer)
-    for index, part in enumerate(parts):
-        state = loaded if len(parts) == 1 else loaded[index]
-        tensors = state.pop("param_state", None)
-        if tensors is None:  # not distributed: its tensors are among the rest
-            if _counts_steps(part):  # of which Megatron leaves out a count of 0
-                state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
-            part.load_state_dict(state)
-            continue
-        part.load_state_dict(state)
-        # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
-        # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
-        adam = part.optimizer.state
-        steps = {parameter: state.pop("step") for parameter, state in adam.items() if "step" in state}
-        part.load_parameter_state_from_fully_reshardable(tensors)
-        for parameter, step in steps.items():
-            adam[parameter]["step"] = step.clone()
-
-
-def give_state(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter that was never stepped the state that Adam begins with.
-
-    Megatron can neither save nor load an optimizer without it.
-    """
-    for part in _parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
-        if _counts_steps(part):
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0))
 
 
 def _random_states() -> dict[str, Any]:

@@ -33,6 +33,7 @@ FIXED = (
     "data.path",
     "data.shuffle",
     "algorithm.name",
+    "algorithm.reference_refresh",
     "training.dtype",
     "training.distributed_optimizer",
     "run.seed",

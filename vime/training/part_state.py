@@ -1,0 +1,109 @@
+"""One model of a checkpoint, with or without its optimizer: what is saved of it, and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+
+from vime.training.model import Policy
+from vime.training.trainable import Trainable
+
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Optimizer state as tensors of the parameters' shapes, which fit every layout. Pass a copy: Megatron adds to it."""
+
+
+def state_of_model(chunks: Sequence[Policy], prefix: str) -> dict[str, Any]:
+    """Weights by chunk. prefix: of the tensors' names, by which models of one checkpoint differ."""
+    state = _chunks_state(chunks)
+    add_prefix_for_sharding(state, prefix)
+    return state
+
+
+def load_model(chunks: Sequence[Policy], loaded: dict[str, Any]) -> None:
+    """Put back what `state_of_model` described."""
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[_chunk_key(index)])
+
+
+def state_of(trainable: Trainable, prefix: str, *, loading: bool) -> dict[str, Any]:
+    """Weights, optimizer and place in the learning rate's schedule."""
+    give_state(trainable.optimizer)
+    state = _chunks_state(trainable.chunks)
+    state["optimizer"] = trainable.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(FORMAT))
+    add_prefix_for_sharding(state, prefix)
+    if not loading:
+        state["scheduler"] = trainable.scheduler.state_dict()
+    return state
+
+
+def load_into(trainable: Trainable, loaded: dict[str, Any]) -> None:
+    """Put back what `state_of` described.
+
+    Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's.
+    """
+    optimizer = trainable.optimizer
+    configured = [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+    load_model(trainable.chunks, loaded)
+    _load_optimizer(optimizer, loaded["optimizer"])
+    for group, settings in zip(optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+    trainable.scheduler.step(increment=loaded["scheduler"]["num_steps"] - trainable.scheduler.num_steps)
+
+
+def _chunks_state(chunks: Sequence[Policy]) -> dict[str, Any]:
+    # Tensors are found by their layer in the whole model: how layers are dealt out may change between attempts.
+    return {_chunk_key(index): chunk.sharded_state_dict(metadata=dict(FORMAT)) for index, chunk in enumerate(chunks)}
+
+
+def _chunk_key(index: int) -> str:
+    """Where a chunk's state is: Megatron's optimizers look for these names."""
+    return f"model{index}"
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron chains an optimizer of dense and one of expert parameters, or has one alone."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+
+
+def _counts_steps(part: Any) -> bool:
+    """Whether it is torch's Adam, which counts steps a parameter; Transformer Engine's counts once."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    parts = _parts(optimizer)
+    for index, part in enumerate(parts):
+        state = loaded if len(parts) == 1 else loaded[index]
+        tensors = state.pop("param_state", None)
+        if tensors is None:  # not distributed: its tensors are among the rest
+            if _counts_steps(part):  # of which Megatron leaves out a count of 0
+                state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+            part.load_state_dict(state)
+            continue
+        part.load_state_dict(state)
+        # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
+        # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
+        adam = part.optimizer.state
+        steps = {parameter: state.pop("step") for parameter, state in adam.items() if "step" in state}
+        part.load_parameter_state_from_fully_reshardable(tensors)
+        for parameter, step in steps.items():
+            adam[parameter]["step"] = step.clone()
+
+
+def give_state(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter that was never stepped the state that Adam begins with.
+
+    Megatron can neither save nor load an optimizer without it.
+    """
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if _counts_steps(part):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
