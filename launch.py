@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 try:
-    from vime.compose import compose
+    from vime.compose import compose, refuse_repeated
     from vime.config import Config
     from vime.errors import UserError
     from vime.plan import make_plan
@@ -97,8 +97,11 @@ def parse(arguments: list[str]) -> Command:
         raise UserError("--dry-run shows a new run; it cannot be used with --resume")
     if resume is not None and "sweep" in names:
         raise UserError("--resume continues one run; leave sweep= out")
+    if "sweep.parallel" in names and "sweep" not in names:
+        raise UserError("sweep.parallel=N is how many runs of a sweep go on at once; it needs sweep=FILE")
     if "sweep.parallel" in names and not (names["sweep.parallel"].isdecimal() and int(names["sweep.parallel"])):
         raise UserError(f"sweep.parallel={names['sweep.parallel']} must be a whole number of at least 1")
+    refuse_repeated(overrides)
     return Command(
         cluster=names.get("cluster", ""),
         recipe=names.get("recipe", ""),

@@ -156,6 +156,8 @@ def test_paths_become_absolute_from_the_current_folder(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("{}\n")
     recipe_file.write_text(recipe_file.read_text() + "data: {source: jsonl, path: data.jsonl, reward: exact}\n")
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    assert compose("local", "./mine.yaml", ["run.root=$SCRATCH/runs"]).run.root.parent == tmp_path / "scratch"
     config = compose("local", "./mine.yaml", ["run.root=here"])
     assert config.recipe == "mine"
     assert config.data.path == tmp_path / "data.jsonl"

@@ -35,6 +35,32 @@ def test_what_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_status_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunDir(tmp_path).status.mkdir()
+    assert launch.main(["--resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"launch.py: {tmp_path}/status.json cannot be read: Is a directory\n"
+
+
+def test_a_resumption_that_slurm_refuses_leaves_the_run_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text(dump_resolved(compose("minislurm", "tiny_sft")))
+    run.plan.write_text("{}")
+    run.submission.write_text("#!/bin/sh\n")
+    run.write_status(Status("cancelled", attempt=3))
+    before = {path: path.read_bytes() for path in (run.config, run.plan, run.submission, run.status)}
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: no such account\\nsbatch: error: failed\\n' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/bin:/usr/bin")
+    assert launch.main(["--resume", str(run.path), "training.steps=5"]) == 2
+    assert capsys.readouterr().err == "launch.py: sbatch refused the submission: no such account; failed\n"
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_completed_run_and_a_misspelt_override_are_refused_and_nothing_is_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,9 +98,9 @@ def test_an_engine_wider_than_a_node_is_on_whole_nodes_of_one_domain() -> None:
     assert engine is not None
     assert [(p.rank, p.part, p.node, p.devices) for p in engine.processes] == [
         (0, 0, "rollout-0", (0, 1, 2, 3)),
-        (0, 1, "rollout-1", (0, 1, 2, 3)),
-        (1, 0, "rollout-2", (0, 1, 2, 3)),
-        (1, 1, "rollout-3", (0, 1, 2, 3)),
+        (1, 1, "rollout-1", (0, 1, 2, 3)),
+        (2, 0, "rollout-2", (0, 1, 2, 3)),
+        (3, 1, "rollout-3", (0, 1, 2, 3)),
     ]
     assert not any("tensor_parallel" in warning for warning in planned.warnings)
     data = preview_data(compose("gb200", "qwen3_30b_a3b_grpo", wide), planned)
@@ -216,7 +216,7 @@ def test_whatever_is_planned_keeps_its_promises(
     assert trainer is not None
     assert engine_role is not None
     assert [p.rank for p in trainer.processes] == list(range(ranks))
-    assert {p.rank for p in engine_role.processes} == set(range(engines))
+    assert [p.rank for p in engine_role.processes] == list(range(engines * config.engine_parts))
 
     def domain(name: str) -> tuple[str, int]:
         component, index = name.split("-")
@@ -228,7 +228,9 @@ def test_whatever_is_planned_keeps_its_promises(
         groups = [trainer.processes[first : first + size] for first in range(0, ranks, size)]
         inside = all(len({domain(p.node) for p in group}) == 1 for group in groups)
         assert inside or any(f"training.{what}={size} spans" in warning for warning in planned.warnings)
-    parts = [[p for p in engine_role.processes if p.rank == index] for index in range(engines)]
+    span = config.engine_parts
+    assert [p.part for p in engine_role.processes] == list(range(span)) * engines
+    parts = [engine_role.processes[first : first + span] for first in range(0, engines * span, span)]
     inside = all(len({domain(p.node) for p in group}) == 1 for group in parts)
     assert inside or any(f"rollout.tensor_parallel={engine} spans" in warning for warning in planned.warnings)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +58,17 @@ def compose_warmup(config: Config) -> Config | None:
     warmup = warmup.model_copy(update={"model": Model(tiny=config.model.tiny)})
     check_sizes(warmup, read_shape(warmup.model))
     return warmup
+
+
+def refuse_repeated(overrides: Sequence[str]) -> None:
+    """Refuse a command line of which one override would silently undo another. Raises UserError."""
+    given: dict[str, str] = {}
+    for text in overrides:
+        key = text.partition("=")[0]
+        undone = next((other for other in given if other == key or other.startswith(f"{key}.")), None)
+        if undone is not None:
+            raise UserError(f"command line: {given[undone]} and {text} set the same; leave one out")
+        given[key] = text
 
 
 def load_resolved(path: Path) -> Config:
@@ -227,10 +240,21 @@ def _absolute(section: S, base: Path) -> S:
         if isinstance(value, BaseModel):
             changes[name] = _absolute(value, base)
         elif isinstance(value, Path):
-            changes[name] = base / value.expanduser()
+            changes[name] = base / _expanded(value)
     if isinstance(section, Model) and section.warmup is not None and "/" in section.warmup:
-        changes["warmup"] = str(base / Path(section.warmup).expanduser())
+        changes["warmup"] = str(base / _expanded(Path(section.warmup)))
     return section.model_copy(update=changes)
+
+
+def _expanded(path: Path) -> Path:
+    """`path` with `~` and the environment's variables, which a shell does not see in a file or within quotes."""
+    try:
+        text = os.path.expandvars(path.expanduser())
+    except RuntimeError as error:  # ~name of nobody
+        raise UserError(f"{path}: {error}") from None
+    if unknown := re.search(r"\$(\w+|\{\w+\})", text):
+        raise UserError(f"{path}: the environment has no variable {unknown[1].strip('{}')}")
+    return Path(text)
 
 
 def _check_files(config: Config, places: dict[KeyPath, Place]) -> None:

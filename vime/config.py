@@ -258,6 +258,13 @@ class Config(Section):
         """SLURM only: seconds that the job may take."""
         return seconds(self.launch.time or self.cluster.slurm.time)
 
+    @property
+    def engine_parts(self) -> int:
+        """Nodes of one engine: more than 1 where it is wider than a node, which it then takes whole."""
+        slots = self.cluster.node.places
+        width = self.rollout.tensor_parallel
+        return width // slots if self.cluster.scheduler == "slurm" and width > slots else 1
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         if self.algorithm.routing_replay and self.algorithm.name == "sft":

@@ -75,7 +75,7 @@ def fit_rollout(config: Config) -> Fit:
                 f"rollout.tensor_parallel={width} is neither within a node of {slots} slots nor a multiple of it;"
                 f" use {width // slots * slots} or {-(-width // slots) * slots}"
             )
-        span = width // slots
+        span = config.engine_parts
         if asked not in (None, engines * span):
             raise UserError(
                 f"launch.rollout_nodes={asked}: {engines} engines of {span} nodes each take {engines * span} nodes"

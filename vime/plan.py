@@ -29,7 +29,7 @@ class Process(_Frozen):
     """One process of a role."""
 
     rank: int
-    """Rank within the role, from 0. For an engine its index."""
+    """Rank within the role, from 0. An engine that spans nodes has one for each of its parts."""
     node: str
     """A name in the component's nodes."""
     devices: tuple[int, ...] = ()
@@ -203,7 +203,7 @@ def _engines(config: Config, fit: Fit) -> tuple[Process, ...]:
         for part in range(fit.span):
             devices = _gpus(place * fit.width, fit.width) if on_gpu else ()
             host = f"rollout-{node * fit.span + part}"
-            processes.append(Process(rank=index, node=host, devices=devices, part=part))
+            processes.append(Process(rank=index * fit.span + part, node=host, devices=devices, part=part))
     return tuple(processes)
 
 

@@ -188,8 +188,10 @@ class RunDir:
         try:
             value = json.loads(self.status.read_bytes())
             return _status_from(value)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run directory: it has no status.json") from None
+        except OSError as error:
+            raise UserError(f"{self.status} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{self.status} does not read as a status: {error}") from error
 

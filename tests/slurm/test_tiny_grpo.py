@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.launch.job import until
@@ -121,3 +123,55 @@ def test_a_killed_part_is_named_and_nothing_is_left(
     assert failure is not None
     assert (run.read_status().state, failure.role, failure.node) == ("failed", victim, node)
     until(lambda: not _pids(run), 15, "no process of the run on any node")
+
+
+def test_an_engine_that_spans_nodes_restarts_whole_and_its_lost_part_is_named(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Tensor parallel over two nodes of one slot each: both hold half of the weights, and neither serves alone."""
+    overrides = [f"run.root={tmp_path}", "run.name=run", "training.steps=10000", "evaluation.prompts=0"]
+    placed = ["training.ranks=1", "rollout.tensor_parallel=2", "cluster.slurm.rollout.partition=all"]
+    small = ["rollout.prompts_per_step=8", "rollout.max_restarts=1"]
+    launcher = _launch(slurm, tmp_path, "cluster=minislurm", "recipe=tiny_grpo", "--wait", *overrides, *placed, *small)
+    run = RunDir(tmp_path / "run")
+
+    def kill_rank_of(node: str) -> None:
+        """The vLLM rank on `node`, found by the executor above it."""
+        [executor] = [pid for pid in _pids(run, "vime.rollout.headless") if _node(pid) == node]
+        [rank] = [process for process in psutil.Process(executor).children() if "Worker" in process.name()]
+        rank.kill()
+
+    try:
+        until(lambda: run.status.exists() and run.read_status().step >= 2, LONGEST, "step 2")
+        [begun] = [event for event in _events(run) if event["event"] == "run_started"]
+        assert (begun["hosts"]["trainer"], len(begun["hosts"]["rollout"])) == (["train0"], 2)
+        second = begun["hosts"]["rollout"][1]
+        kill_rank_of(second)
+        until(lambda: "restarted" in {event["event"] for event in _events(run)}, 30, "the engine to end")
+        at = run.read_status().step
+        until(lambda: run.read_status().step >= at + 3, LONGEST, "three steps after the restart")
+        kill_rank_of(second)
+        until(lambda: run.read_status().failure is not None, 20, "the failure")
+        assert launcher.wait(90) == 1
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait(120)
+    # The trainer's logprobs stayed those of both halves, before and after.
+    steps = _steps(run)
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in steps)
+    [restarted] = [event for event in _events(run) if event["event"] == "restarted"]
+    assert (restarted["engine"], restarted["part"], restarted["rank"]) == (0, 1, 0)
+    failure = run.read_status().failure
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.node, failure.exit_code) == ("engine", 1, second, 1)
+    assert failure.tail[-1] == "vLLM ended with 1; rollout.max_restarts=1 are used up"
+    until(lambda: not _pids(run), 15, "no process of the run on any node")
+
+
+def _events(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.events.read_text().splitlines()]
+
+
+def _node(pid: int) -> str:
+    return psutil.Process(pid).environ().get("VIME_NODE", "")

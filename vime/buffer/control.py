@@ -152,6 +152,12 @@ class Control:
         with _reporting():
             self._store.set(key, text)
 
+    def claim(self, key: str, value: Any) -> None:
+        """As `put`, but the first value stays."""
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        with _reporting():
+            self._store.compare_set(key, "", text)
+
     def get(self, key: str, timeout: float, what: str) -> Any:
         """The value of `key`, waiting for it at most `timeout` seconds; then `WaitTimeout` naming `what`."""
         self._wait(key, timeout, what)

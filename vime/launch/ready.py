@@ -19,12 +19,6 @@ def check_ready(config: Config) -> None:
         width = getattr(training, name)
         if width > 1:
             raise UserError(f"training.{name}={width} can be planned, but this trainer runs only training.{name}=1")
-    places = config.cluster.node.places
-    if config.cluster.scheduler == "slurm" and config.rollout.tensor_parallel > places:
-        raise UserError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel} can be planned over nodes of {places} slots, but"
-            f" an engine runs only within a node; use rollout.tensor_parallel={places}"
-        )
     if model.path is not None:
         # Reads the family's own rules; imported here because it brings torch.
         from vime.models.family import architecture

@@ -124,11 +124,17 @@ def submit_script(script: Path) -> str:
     except FileNotFoundError:
         raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch {script} did not answer within {3 * ASK_TIMEOUT:g} s") from None
+        raise UserError(f"sbatch did not answer within {3 * ASK_TIMEOUT:g} s") from None
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     if done.returncode or not found:
-        raise UserError(f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}")
+        raise UserError(f"sbatch refused the submission: {_one_line(done.stderr or done.stdout)}")
     return found[1]
+
+
+def _one_line(text: str) -> str:
+    """`invalid partition specified: x; Batch job submission failed: ...` of sbatch's several lines."""
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
+    return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
 def job_of(run: RunDir, job_id: str, config: Config) -> VimeJob:

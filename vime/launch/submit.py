@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from submitit.core.core import Job
 from submitit.local.local import LocalJob
 
 from vime.compose import override_resolved
@@ -30,7 +32,7 @@ from vime.launch.slurm_executor import VimeExecutor, newest_job
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan import Plan, make_plan
 from vime.role import Role
-from vime.run_dir import RunDir, Status, utc_now
+from vime.run_dir import RunDir, Status, utc_now, write_atomic
 from vime.training.checkpoint_folder import newest
 
 Process = subprocess.Popen[bytes]
@@ -43,9 +45,27 @@ def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] 
     With `wait`, shows progress and returns when the run has ended: 0 completed, 1 anything else; Ctrl-C (or TERM, or a
     closed terminal) cancels the run. Without, returns 0 at once. Raises UserError when the directory cannot be made.
     """
+    run = new_run(config, plan)
+    try:
+        job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
+    except UserError:
+        discard(run)
+        raise
+    return _attend(run, config, job, wait)
+
+
+def new_run(config: Config, plan: Plan) -> RunDir:
+    """The directory of a run that is about to be submitted. Raises UserError when it cannot be made."""
     run = RunDir.create(config.run.root, config.run.name, config.recipe)
     prepare(run, config, plan)
-    return _start(run, config, plan, wait, tuple(supervisor))
+    return run
+
+
+def discard(run: RunDir) -> None:
+    """Remove the directory of a run that was refused before any of it began, and a run.root that holds no other."""
+    shutil.rmtree(run.path)
+    with contextlib.suppress(OSError):
+        run.path.parent.rmdir()
 
 
 def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, supervisor: Sequence[str] = SUPERVISOR) -> int:
@@ -64,23 +84,28 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
     if overrides and newest_checkpoint(run):
         newest(run.checkpoints, config)  # a setting that must not change is refused before the old one is overwritten
+    before = {file: file.read_bytes() for file in (run.config, run.plan, run.submission, run.status) if file.exists()}
     prepare(run, config, plan)
     attempt = next_attempt(run, status)
     run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
     run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
     wait = config.cluster.scheduler == "local" if wait is None else wait
-    return _start(run, config, plan, wait, tuple(supervisor))
-
-
-def _start(run: RunDir, config: Config, plan: Plan, wait: bool, supervisor: tuple[str, ...]) -> int:
-    on_slurm = config.cluster.scheduler == "slurm"
-    executor = VimeExecutor(run, config, plan) if on_slurm else DetachedLocalExecutor(run)
     try:
-        job = executor.submit(Guard(supervisor), str(run.path))
+        job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
     except UserError:
-        # Nothing runs: the folder says so, and keeps what was refused.
-        run.write_status(replace(run.read_status(), state="failed", ended=utc_now()))
+        for file, content in before.items():  # nothing runs: the run is as it was
+            write_atomic(file, content)
         raise
+    return _attend(run, config, job, wait)
+
+
+def _executor(run: RunDir, config: Config, plan: Plan) -> VimeExecutor | DetachedLocalExecutor:
+    return VimeExecutor(run, config, plan) if config.cluster.scheduler == "slurm" else DetachedLocalExecutor(run)
+
+
+def _attend(run: RunDir, config: Config, job: Job[Any], wait: bool) -> int:
+    """What the launcher does once a run is submitted; returns its exit code."""
+    on_slurm = config.cluster.scheduler == "slurm"
     if on_slurm:
         print(f"submitted job {job.job_id}", flush=True)
     if not wait:

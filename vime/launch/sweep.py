@@ -20,16 +20,16 @@ from rich.console import Console
 from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from vime.compose import refuse_repeated
 from vime.errors import UserError
 from vime.launch.failure import launcher_failure
 from vime.launch.guardian import Guard, close
-from vime.launch.prepare import prepare
 from vime.launch.ready import check_ready
 from vime.launch.scheduler import ENDED, ask, batch_log, job_states
 from vime.launch.script import batch_command, sbatch_text
 from vime.launch.slurm_executor import ENDLESS, JOB_FILE, VimeExecutor, newest_job
 from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
-from vime.launch.submit import submit
+from vime.launch.submit import discard, new_run, submit
 from vime.launch.sweep_members import Alive, Member, array_command, members, plan_member, show
 from vime.run_dir import RunDir, utc_now, write_atomic
 from vime.sweep import Sweep, read_sweep
@@ -69,12 +69,11 @@ def _submit_lanes(due: Sequence[Member], lanes: int) -> list[tuple[RunDir, Job[A
     for index, member in enumerate(due):
         # After the lane's last job, whatever became of it.
         dependency = f"afterany:{jobs[index - lanes][1].job_id}" if index >= lanes else None
-        run = RunDir.create(member.config.run.root, member.config.run.name, member.config.recipe)
-        prepare(run, member.config, member.plan)
+        run = new_run(member.config, member.plan)
         try:
             job = VimeExecutor(run, member.config, member.plan, dependency).submit(Guard(), str(run.path))
         except UserError as error:
-            run.write_status(replace(run.read_status(), state="failed", ended=utc_now()))
+            discard(run)
             raise UserError(f"{error}; {index} of {len(due)} runs of the sweep are submitted") from None
         jobs.append((run, job))
         print(f"job {job.job_id}  {run.path.name}" + (f"  {dependency}" if dependency else ""), flush=True)
@@ -157,8 +156,7 @@ def prepare_task(sweep: Sweep, index: int, environ: dict[str, str]) -> Path | No
     if not member.due:
         return None
     check_ready(member.config)
-    run = RunDir.create(member.config.run.root, member.config.run.name, member.config.recipe)
-    prepare(run, member.config, member.plan)
+    run = new_run(member.config, member.plan)
     run.submitit.mkdir()
     call = DelayedSubmission(Guard(), str(run.path))
     call.set_timeout(0, ENDLESS)
@@ -199,6 +197,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise UserError(f"{argument!r} is not dotted.key=value")
         if "file" not in names:
             raise UserError("the sweep's file is missing")
+        refuse_repeated(given)
         sweep = read_sweep(Path(names["file"]), names.get("cluster"), names.get("recipe"), given)
         if task is not None:
             script = prepare_task(sweep, task, dict(os.environ))

@@ -96,7 +96,8 @@ def read_events(path: Path, tolerance: float | None = None) -> Events:
             for reason in reasons if isinstance(reasons, list) and reasons else ["unknown"]:
                 _count_reason(events.drop_reasons, str(reason))
         elif name == "restarted":
-            events.engine_restarts[rank] = events.engine_restarts.get(rank, 0) + 1
+            engine = _integer(record.get("engine"), rank)
+            events.engine_restarts[engine] = events.engine_restarts.get(engine, 0) + 1
         elif name == "checkpoint_saved":
             events.checkpoint_step = _integer(record.get("step"), 0) or events.checkpoint_step
         elif name == "exported":

@@ -117,7 +117,7 @@ class Watch:
         if event == "evaluation" and accuracy is not None:
             self.news.append(f"held-out accuracy {number(accuracy)} at version {record.get('version')}")
         elif event == "restarted":
-            self.news.append(f"engine {record.get('rank')} restarted")
+            self.news.append(f"engine {record.get('engine', record.get('rank'))} restarted")
         elif event == "checkpoint_saved":
             self.news.append(f"checkpoint of step {record.get('step')} saved")
         elif event == "checkpoint_loaded":

@@ -2,25 +2,28 @@
 
 A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.auth`): the router
 does not admit it until the trainer, asked through its inbox, has sent it the current version.
+
+An engine that spans nodes is a process of this role on each of them (see `vime.rollout.parts`).
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 from vime.buffer.control import Control, EngineAddress, EngineMessage
 from vime.compose import load_resolved
 from vime.config import Config
-from vime.errors import UserError
+from vime.errors import UserError, WaitTimeout
 from vime.role import Role, become_subreaper, die_with_parent
 from vime.rollout.limits import read_limits
+from vime.rollout.parts import POLL_SECONDS, PartEnd, Parts
 from vime.rollout.port import ReservedPort, reserve_port
-from vime.rollout.server import Server, server_command, server_environment
+from vime.rollout.server import Server, headless_command, server_command, server_environment, span_flags
 from vime.run_dir import RunDir
-
-POLL_SECONDS = 0.2
 
 
 class Stop:
@@ -38,71 +41,113 @@ class Stop:
         return self.asked
 
 
-def run_engine(role: Role, config: Config) -> int:
-    """Serves until asked to stop (returns 0) or until the restarts are used up (returns the server's exit code)."""
-    stop = Stop()
-    run_dir = RunDir(role.run_dir)
-    address = reserve_port(role.host)
-    limits = read_limits(config.rollout, role.model)
-    command = server_command(config, role.model, address, role.rank, limits.context)
-    control = Control.connect(role, config.cluster.startup_timeout)
-    run_dir.append_event(role, "started", command=command[1:])
-    incarnation = 0
-    while True:
-        code, served = _run_server(role, config, control, run_dir, address, command, incarnation, stop)
-        if stop.asked:
-            run_dir.append_event(role, "stopped")
-            return 0
-        if incarnation == 0 and not served:
-            print(f"the vLLM server ended with {code} before it ever answered: its reason is above", flush=True)
-            return code
-        incarnation += 1
-        if incarnation > config.rollout.max_restarts:
-            print(
-                f"the vLLM server ended with {code}; rollout.max_restarts={config.rollout.max_restarts} are used up",
-                flush=True,
-            )
-            return code
-        run_dir.append_event(role, "restarted", incarnation=incarnation, exit_code=code)
+@dataclass(frozen=True)
+class Engine:
+    """This process's part of one engine, through all its restarts."""
 
+    role: Role
+    config: Config
+    control: Control
+    run_dir: RunDir
+    index: int
+    """Which engine."""
+    parts: Parts
+    address: ReservedPort | None
+    """Where the server answers: with part 0 only."""
+    command: list[str]
+    stop: Stop
 
-def _run_server(
-    role: Role,
-    config: Config,
-    control: Control,
-    run_dir: RunDir,
-    address: ReservedPort,
-    command: list[str],
-    incarnation: int,
-    stop: Stop,
-) -> tuple[int, bool]:
-    """Runs one server to its end.
+    def run(self) -> int:
+        """Serves until asked to stop (returns 0) or until the restarts are used up (returns vLLM's exit code)."""
+        # A report waits for each role that has started to become ready; further parts are no server of their own.
+        event = "started" if self.parts.part == 0 else "part_started"
+        self.run_dir.append_event(self.role, event, engine=self.index, command=self.command[1:])
+        incarnation = 0
+        while True:
+            end = self._run_once(incarnation)
+            if end is None:
+                self.run_dir.append_event(self.role, "stopped")
+                return 0
+            reason = ""
+            if incarnation == 0 and self.control.try_get(f"engine/{self.index}") is None:
+                reason = "before it ever answered: its reason is above"
+            elif incarnation == self.config.rollout.max_restarts:
+                reason = f"; rollout.max_restarts={incarnation} are used up"
+            if reason:
+                return self._give_up(end, reason)
+            incarnation += 1
+            if self.parts.part == 0:
+                what = {"engine": self.index, "part": end.part, "exit_code": end.exit_code}
+                self.run_dir.append_event(self.role, "restarted", incarnation=incarnation, **what)
 
-    Returns its exit code as a shell would say it, never 0, and whether it ever answered.
-    """
-    begun = time.monotonic()
-    server = Server.start(command, server_environment(config, address.host, gated=incarnation > 0), address)
-    served = False
-    try:
-        served = server.wait_ready(config.cluster.startup_timeout, stop)
-        if served:
-            _announce(role, config, control, address, incarnation)
-            seconds = round(time.monotonic() - begun, 3)
-            run_dir.append_event(role, "ready", url=address.url, incarnation=incarnation, seconds=seconds)
-        while server.process.poll() is None and not stop.asked:
+    def _run_once(self, incarnation: int) -> PartEnd | None:
+        """Runs vLLM to its end. Returns which part of the engine ended by itself, or None when asked to stop."""
+        begun = time.monotonic()
+        timeout, grace = self.config.cluster.startup_timeout, self.config.cluster.stop_timeout * 0.6
+        meeting = self.parts.meet(incarnation, timeout, self.stop)
+        if self.stop.asked:
+            return None
+        server = Server.start(
+            [*self.command, *span_flags(self.parts, meeting)],
+            server_environment(self.config, self.role.host, gated=incarnation > 0),
+            "" if self.address is None else self.address.url,
+        )
+
+        def over() -> bool:
+            return self.stop.asked or self.parts.ended_elsewhere(incarnation)
+
+        try:
+            if self.address is not None and server.wait_ready(timeout, over):
+                self._announce(self.address, incarnation, time.monotonic() - begun)
+            while server.process.poll() is None and not over():
+                time.sleep(POLL_SECONDS)
+            code = server.process.poll()
+            if code is not None and not self.stop.asked:
+                self.parts.fall(incarnation, 128 - code if code < 0 else code or 1)
+        finally:
+            server.kill_tree(grace)
+        self.parts.down(incarnation)
+        return None if self.stop.asked else self.parts.end(incarnation)
+
+    def _announce(self, address: ReservedPort, incarnation: int, seconds: float) -> None:
+        width = self.config.rollout.tensor_parallel
+        self.control.publish_engine(
+            EngineAddress(index=self.index, url=address.url, world_size=width, incarnation=incarnation)
+        )
+        if incarnation > 0:
+            self.control.post(EngineMessage(index=self.index, incarnation=incarnation))
+        self.run_dir.append_event(
+            self.role, "ready", url=address.url, incarnation=incarnation, seconds=round(seconds, 3)
+        )
+
+    def _give_up(self, end: PartEnd, reason: str) -> int:
+        """The exit code, at once where the part is that ended: its end is the failure, the others follow."""
+        if end.part == self.parts.part:
+            print(f"vLLM ended with {end.exit_code}{'' if reason[0] == ';' else ' '}{reason}", flush=True)
+            return end.exit_code
+        print(f"part {end.part} of this engine ended with {end.exit_code}: waiting to be stopped", flush=True)
+        deadline = time.monotonic() + self.config.cluster.startup_timeout
+        while not self.stop.asked:
+            if time.monotonic() > deadline:
+                raise WaitTimeout("waited for the supervisor to end this engine, whose part has ended")
             time.sleep(POLL_SECONDS)
-    finally:
-        ended = server.process.poll()
-        server.kill_tree(config.cluster.stop_timeout * 0.6)
-    code = ended or 1
-    return (128 - code if code < 0 else code), served
+        self.run_dir.append_event(self.role, "stopped")
+        return 0
 
 
-def _announce(role: Role, config: Config, control: Control, address: ReservedPort, incarnation: int) -> None:
-    width = config.rollout.tensor_parallel
-    control.publish_engine(EngineAddress(index=role.rank, url=address.url, world_size=width, incarnation=incarnation))
-    if incarnation > 0:
-        control.post(EngineMessage(index=role.rank, incarnation=incarnation))
+def run_engine(role: Role, config: Config) -> int:
+    """Runs this process's part of its engine to the end; returns the exit code."""
+    stop = Stop()
+    index, part = divmod(role.rank, config.engine_parts)
+    context = read_limits(config.rollout, role.model).context
+    address = reserve_port(role.host) if part == 0 else None
+    if address is None:
+        command = headless_command(config, role.model, index, context)
+    else:
+        command = server_command(config, role.model, address, index, context)
+    control = Control.connect(role, config.cluster.startup_timeout)
+    parts = Parts(control, index, part, config.engine_parts, role.host)
+    return Engine(role, config, control, RunDir(role.run_dir), index, parts, address, command, stop).run()
 
 
 def main() -> int:
@@ -118,4 +163,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is ended and said. Unloading torch can take longer than the supervisor waits before it kills.
+    os._exit(code)

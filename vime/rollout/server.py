@@ -1,4 +1,7 @@
-"""One vLLM server process: the command line that starts it, its readiness, and the end of all that it started."""
+"""One vLLM process: the command line that starts it, its readiness, and the end of all that it started.
+
+It is a server, or the ranks of an engine on a further node (`vime.rollout.headless`).
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import psutil
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
 from vime.role import die_with_parent
+from vime.rollout.parts import Meeting, Parts
 from vime.rollout.port import ReservedPort
 
 SERVED_NAME = "policy"
@@ -40,6 +44,12 @@ OWN_ARGUMENTS = frozenset(
         "weight_transfer_config",
         "logprobs_mode",
         "enable_return_routed_experts",
+        "distributed_executor_backend",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "headless",
     }
 )
 """Server arguments that vime needs for itself: rollout.engine_args may not name them."""
@@ -47,10 +57,34 @@ OWN_ARGUMENTS = frozenset(
 
 def server_command(config: Config, model: Path, address: ReservedPort, index: int, context: int) -> list[str]:
     """The command line of engine `index`. The token is not on it. Raises UserError for an argument that vime needs."""
+    arguments = {"host": address.host, "port": address.port, **_engine_arguments(config, model, index, context)}
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)]
+
+
+def headless_command(config: Config, model: Path, index: int, context: int) -> list[str]:
+    """The command line of the ranks of engine `index` on a further node. Raises UserError as `server_command`."""
+    arguments = _engine_arguments(config, model, index, context)
+    return [sys.executable, "-m", "vime.rollout.headless", *_flags(arguments)]
+
+
+def span_flags(parts: Parts, meeting: Meeting | None) -> list[str]:
+    """What either command line needs besides for an engine that spans nodes; nothing without a meeting."""
+    if meeting is None:
+        return []
+    return _flags(
+        {
+            "distributed_executor_backend": "mp",
+            "nnodes": parts.count,
+            "node_rank": parts.part,
+            "master_addr": meeting.host,
+            "master_port": meeting.port,
+        }
+    )
+
+
+def _engine_arguments(config: Config, model: Path, index: int, context: int) -> dict[str, Any]:
     rollout, cpu = config.rollout, config.cluster.device == "cpu"
     arguments: dict[str, Any] = {
-        "host": address.host,
-        "port": address.port,
         "model": str(model),
         "served_model_name": SERVED_NAME,
         "middleware": MIDDLEWARE,
@@ -82,7 +116,7 @@ def server_command(config: Config, model: Path, address: ReservedPort, index: in
         if key in OWN_ARGUMENTS:
             raise UserError(f"rollout.engine_args.{name}: vime sets this argument itself")
         arguments[key] = value
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)]
+    return arguments
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
@@ -99,7 +133,10 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]:
-    """This process's environment, with what vLLM needs to run in private, off the network, and with the RL routes."""
+    """This process's environment, with what vLLM needs to run in private, off the network, and with the RL routes.
+
+    host: the address of this node.
+    """
     environment = dict(os.environ)
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -117,6 +154,10 @@ def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]
         if config.rollout.tensor_parallel == 1:
             # Runs the worker inside the engine core: one process and one import of vLLM (7 s) less.
             environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if config.engine_parts > 1:
+        # torch's word for a rendezvous store that none of the ranks hosts: `vime.rollout.parts` does. Left to rank 0,
+        # it would listen on every interface, on a port that was told before it was bound.
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environment.setdefault("GLOO_SOCKET_IFNAME", config.cluster.interface)
     # Without it vLLM takes the address of the default route for its message queues, and binds there.
     environment.setdefault("VLLM_HOST_IP", host)
@@ -125,15 +166,15 @@ def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Server:
-    """A running vLLM server and its address."""
+    """A running vLLM and its address; a part without a server has none."""
 
     process: subprocess.Popen[bytes]
     url: str
     token: str
 
     @classmethod
-    def start(cls, command: list[str], environment: dict[str, str], address: ReservedPort) -> Server:
-        """Starts the server in this process's group; it dies with this process."""
+    def start(cls, command: list[str], environment: dict[str, str], url: str) -> Server:
+        """Starts it in this process's group; it dies with this process."""
         process = subprocess.Popen(
             command,
             env=environment,
@@ -141,7 +182,7 @@ class Server:
             # The plugin asks for the same, but only once vLLM is imported, some ten seconds later.
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-        return cls(process, address.url, environment["VIME_RUN_TOKEN"])
+        return cls(process, url, environment["VIME_RUN_TOKEN"])
 
     def wait_ready(self, timeout: float, stopping: Callable[[], bool]) -> bool:
         """Waits until the server answers with the token.
@@ -180,7 +221,7 @@ class Server:
         _, alive = psutil.wait_procs(alive, timeout=10)
         self.process.poll()
         if alive:
-            raise WaitTimeout(f"waited 10 s for the killed processes {[p.pid for p in alive]} of {self.url} to end")
+            raise WaitTimeout(f"waited 10 s for vLLM's killed processes {[p.pid for p in alive]} to end")
 
 
 def _signal(send: Callable[[], None]) -> None:

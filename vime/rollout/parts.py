@@ -1,0 +1,136 @@
+"""The parts of one engine: one a node, started together and ended together.
+
+Each part is a process of the engine role. Part 0 runs the server that the run talks to and leads: for every start of
+the engine (an incarnation) it hosts the store in which vLLM's ranks meet, bound to this node's interface before its
+port is told to anyone. Whichever part sees its own vLLM end first says so; then all end theirs, and once all have, the
+next incarnation begins. An engine that fits on a node has only part 0, and none of this costs it anything.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vime.buffer.control import Control
+from vime.buffer.errors import BadMessage
+from vime.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+POLL_SECONDS = 0.2
+_T = TypeVar("_T")
+_V = TypeVar("_V", bound=BaseModel)
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Meeting(_Value):
+    """Where the ranks of one incarnation meet."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+
+
+class PartEnd(_Value):
+    """The first part of an incarnation whose vLLM ended without being asked to."""
+
+    part: int = Field(ge=0)
+    exit_code: int = Field(ge=1)
+    """As a shell would say it, never 0."""
+
+
+class Parts:
+    """What one part knows of the others, through the run's store."""
+
+    def __init__(self, control: Control, engine: int, part: int, count: int, host: str) -> None:
+        """host: the address of this part's node."""
+        self.part, self.count = part, count
+        self._control, self._engine, self._host = control, engine, host
+        self._store: TCPStore | None = None
+
+    def meet(self, incarnation: int, timeout: float, stopping: Callable[[], bool]) -> Meeting | None:
+        """Where the ranks of `incarnation` meet; None for an engine of one part, and when `stopping()` became true.
+
+        Part 0 first waits until nothing of the incarnation before is left on the other nodes, the others wait for
+        part 0. Raises WaitTimeout after `timeout` seconds.
+        """
+        if self.count == 1:
+            return None
+        key = self._key(incarnation, "meeting")
+        if self.part > 0:
+            what = f"part 0 of engine {self._engine} to begin incarnation {incarnation}"
+            return self._wait(partial(self._read, key, Meeting), timeout, what, stopping)
+        for part in range(1, self.count if incarnation > 0 else 1):
+            down = partial(self._control.try_get, self._key(incarnation - 1, f"down/{part}"))
+            what = f"part {part} of engine {self._engine} to end incarnation {incarnation - 1}"
+            if self._wait(down, timeout, what, stopping) is None:
+                return None
+        meeting = self._host_store()
+        self._control.put(key, meeting.model_dump())
+        return meeting
+
+    def fall(self, incarnation: int, exit_code: int) -> None:
+        """Say that this part's vLLM ended, unless another part was first."""
+        self._control.claim(self._key(incarnation, "end"), PartEnd(part=self.part, exit_code=exit_code).model_dump())
+
+    def end(self, incarnation: int) -> PartEnd | None:
+        """The part that ended `incarnation`; None while all parts run."""
+        return self._read(self._key(incarnation, "end"), PartEnd)
+
+    def ended_elsewhere(self, incarnation: int) -> bool:
+        """Whether another part's vLLM has ended."""
+        return self.count > 1 and self.end(incarnation) is not None
+
+    def down(self, incarnation: int) -> None:
+        """Say that nothing of `incarnation` is left on this node."""
+        if self.part > 0:
+            self._control.put(self._key(incarnation, f"down/{self.part}"), True)
+
+    def _host_store(self) -> Meeting:
+        """A store of its own for each incarnation: torch's rendezvous keys hold for one group only."""
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((self._host, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            self._host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=60),
+        )
+        return Meeting(host=self._host, port=port)
+
+    def _key(self, incarnation: int, name: str) -> str:
+        return f"engine-parts/{self._engine}/{incarnation}/{name}"
+
+    def _read(self, key: str, shape: type[_V]) -> _V | None:
+        value = self._control.try_get(key)
+        try:
+            return None if value is None else shape.model_validate(value)
+        except ValidationError as error:
+            raise BadMessage(f"the store's {key} has the wrong shape: {error.errors()[0]['msg']}") from error
+
+    def _wait(
+        self, look: Callable[[], _T | None], timeout: float, what: str, stopping: Callable[[], bool]
+    ) -> _T | None:
+        # Not a wait in the store: that would hold back this process's signal handlers.
+        deadline = time.monotonic() + timeout
+        while not stopping():
+            found = look()
+            if found is not None:
+                return found
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"waited {timeout:g} s for {what}")
+            time.sleep(POLL_SECONDS)
+        return None
