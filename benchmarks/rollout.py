@@ -17,19 +17,23 @@ import aiohttp
 
 from benchmarks.row import Row, paired_ratio
 from benchmarks.stack import Stack, serve
-from vime.buffer.sample import Group
 from vime.buffer.writer import BufferWriter
 from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.feed import PromptFeed
+from vime.rollout.filters import Filters
 from vime.rollout.format import load_tokenizer, make_format
 from vime.rollout.generate import Generation, request_seed
+from vime.rollout.generator import keep
 from vime.rollout.limits import read_limits
+from vime.rollout.pipeline import Pipeline
 from vime.rollout.rewards import Scorer
+from vime.rollout.served import Served
 from vime.rollout.server import SERVED_NAME
 from vime.rollout.sources import load_problems
-from vime.rollout.step import fill_step
+from vime.rollout.turns import Turns
+from vime.rollout.user_calls import UserCalls
 
 MODEL = TinyModel(layers=2, hidden=192, heads=6, ffn=512, context=128, initializer_range=0.08)
 """tiny_grpo's; a wider initial range, so that a random model does not answer all alike."""
@@ -79,14 +83,16 @@ def rows(measured: dict[str, Any]) -> list[Row]:
 
 
 async def _measure_length(stack: Stack, prompts: int, samples: int, response: int, rounds: int) -> dict[str, Any]:
-    config = stack.config
+    chosen = {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_response_tokens": response, "tries": 1}
+    config = stack.config.model_copy(update={"rollout": stack.config.rollout.model_copy(update=chosen)})
     limits = replace(read_limits(config.rollout, stack.role.model), max_response=response)
     tokenizer = load_tokenizer(stack.role.model)
     problems = load_problems(config.data, config.run.seed)
     render = make_format(config.data, tokenizer)
     feed = PromptFeed(problems.training, config.run.seed, False, render, limits)
     same_feed = PromptFeed(problems.training, config.run.seed, False, render, limits)
-    scorer = Scorer(config.data, config.rollout.reward_timeout)
+    calls = UserCalls(config.rollout.reward_threads)
+    scorer = Scorer(config.data, config.rollout.reward_timeout, calls)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, limits.stop_token_ids)
     writer = BufferWriter(stack.run_dir, stack.control, config.buffer)
     step = (await asyncio.to_thread(writer.resume, 0)).step
@@ -105,19 +111,20 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
             client=client,
             scorer=scorer,
             tokenizer=tokenizer,
+            turns=Turns(config.data, tokenizer, limits.stop_token_ids),
             sampling=sampling,
             samples=samples,
             tries=1,
             seed=SEED,
-            version=lambda: stack.control.version() or 0,
             report=lambda event, **fields: None,
         )
 
+        served = Served(step - 1)
+        pipeline = Pipeline(config, generation, feed, Filters(config.rollout, calls), served)
+
         async def generate() -> int:
-            statistics = await fill_step(
-                generation, feed, prompts, frozenset(), config.rollout.concurrency, partial(_keep, writer)
-            )
-            await asyncio.to_thread(writer.commit_batch, step + turn, statistics.metrics(step + turn), feed.cursor())
+            statistics, cursor = await pipeline.batch(step + turn, partial(keep, writer))
+            await asyncio.to_thread(writer.commit_batch, step + turn, statistics.metrics(step + turn), cursor)
             return statistics.tally.tokens
 
         for turn in range(rounds + 1):
@@ -132,10 +139,12 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
                     "stop_token_ids": list(sampling.stop_token_ids),
                     "logprobs": 0,
                     "return_token_ids": True,
-                    "seed": request_seed(SEED, prompt.index, 0),
+                    "seed": request_seed(SEED, f"{prompt.index}/0"),
                 }
                 for prompt in (same_feed.take() for _ in range(prompts))
             ]
+            await _serve(session, stack.engine_url, step + turn - 1)
+            served.set(step + turn - 1)
             candidates: dict[str, Callable[[], Awaitable[int]]] = {
                 "direct": partial(_plain, session, stack.engine_url, bodies),
                 "routed": partial(_plain, session, stack.router_url, bodies),
@@ -151,7 +160,8 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
             if len(counts) != 1:
                 raise RuntimeError(f"the same requests gave {sorted(counts)} tokens")
             tokens += counts
-    scorer.close()
+    await scorer.close()
+    calls.close()
     return {
         "sizes": {
             "prompts": prompts,
@@ -182,5 +192,8 @@ async def _plain(session: aiohttp.ClientSession, url: str, bodies: list[dict[str
     return sum(await asyncio.gather(*(ask(body) for body in bodies)))
 
 
-async def _keep(writer: BufferWriter, group: Group) -> None:
-    await asyncio.to_thread(writer.add, group)
+async def _serve(session: aiohttp.ClientSession, url: str, version: int) -> None:
+    """Let the engine say that it serves `version`, as after an update."""
+    for path, body in (("/update_weight_version", {"new_version": str(version)}), ("/resume", None)):
+        async with session.post(url + path, json=body) as response:
+            response.raise_for_status()

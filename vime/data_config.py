@@ -37,10 +37,22 @@ class Data(Section):
     """jsonl: key of the reference answer."""
     format: Literal["chat", "text"] | ImportPath = "chat"
     """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function."""
+    chat_args: dict[str, Any] = {}
+    """chat: further variables of the chat template, such as {enable_thinking: false}."""
+    tools: list[dict[str, Any]] = []
+    """chat: tools that the chat template describes to the policy, as JSON schemas."""
+    tools_key: str | None = None
+    """chat: key of a record's own tools, which then stand in for `tools`."""
     add_bos: bool = False
     """text only: put the tokenizer's beginning-of-sequence token in front. A chat template decides by itself."""
-    reward: Literal["task", "math_verify", "exact"] | ImportPath = "task"
-    """Scorer: reasoning_gym's own, math_verify against the answer, exact match, or module:function."""
+    reward: Literal["task", "math_verify", "exact", "choice", "format", "remote"] | ImportPath = "task"
+    """Scorer: reasoning_gym's own; against the answer math_verify, exact match or the choice's letter; format (a
+    <think> block, then an answer); remote (a POST to `reward_url`); or module:function. Code execution needs a sandbox
+    and is out of scope: run it behind `remote`."""
+    reward_url: str | None = Field(None, pattern=r"^https?://")
+    """remote: where to POST {"prompt", "response", "answer", "record", "metadata"}. The reward comes back as JSON."""
+    reward_tries: int = Field(3, ge=1)
+    """remote: requests for one sample, within rollout.reward_timeout, before it counts as unscored."""
     reward_key: str | None = None
     """Which entry is the reward when the scorer returns a dict."""
     shuffle: bool = True
@@ -53,6 +65,8 @@ class Data(Section):
         if self.source != "reasoning_gym" and self.reward == "task":
             raise ValueError(
                 "data.reward=task is reasoning_gym's scorer;"
-                " with another source use math_verify, exact or module:function"
+                " with another source use math_verify, exact, choice, format, remote or module:function"
             )
+        if (self.reward == "remote") != (self.reward_url is not None):
+            raise ValueError("data.reward=remote and data.reward_url belong together")
         return self

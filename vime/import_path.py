@@ -15,7 +15,7 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{field}={path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from vime.section import Section
+from vime.section import ImportPath, Section
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -42,8 +43,24 @@ class Rollout(Section):
     """Seconds one request may take."""
     tries: int = Field(3, ge=1)
     """Attempts at a sample whose request or reward fails, before it is dropped and counted."""
+    generate: ImportPath | None = None
+    """module:function, async, that makes one response in several turns: `generate(episode)`. Default: one turn."""
+    generate_timeout: float = Field(1800.0, gt=0)
+    """Seconds one call of `generate` may take."""
+    group_filter: Literal["nonzero_std"] | ImportPath | None = None
+    """Which groups a batch may have: nonzero_std (rewards that differ), or module:function. Others are replaced."""
+    batch_filter: ImportPath | None = None
+    """module:function that is given the groups of a whole batch and says which to keep. Others are replaced."""
+    over_sampling: float = Field(1.0, ge=1)
+    """Prompts that are started at once, as a multiple of those that the batch still misses."""
+    filter_tries: int = Field(10, ge=1)
+    """Prompts that may be filtered out in one step, as a multiple of `prompts_per_step`, before the run ends."""
+    mask_off_policy: bool = False
+    """Train only on the tokens that the newest of a sample's versions sampled, when weights changed while it ran."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds one call of the reward function may take."""
+    reward_threads: int = Field(32, ge=1)
+    """Calls of a blocking reward function that are at work at once, each in a thread."""
     memory_fraction: float = Field(0.9, gt=0, lt=1)
     """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
     kv_cache_gb: float = Field(1.0, gt=0)
@@ -69,14 +86,39 @@ class Buffer(Section):
     """Seconds an announced file may take to show on this node (NFS)."""
 
 
+class EvaluationSet(Section):
+    """A JSONL file of evaluation records, with its own sampling. What is null is as in `evaluation` and `data`."""
+
+    path: Path
+    """One JSON object a line, with the keys of `data`."""
+    prompts: int | None = Field(None, ge=1)
+    """How many records, the first by a hash of the question. null: all."""
+    samples_per_prompt: int | None = Field(None, ge=1)
+    """Responses to each."""
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Longest response."""
+    reward: Literal["math_verify", "exact", "choice", "format", "remote"] | ImportPath | None = None
+    """Scorer, as data.reward."""
+
+
 class Evaluation(Section):
-    """Held-out evaluation on the same engines."""
+    """Held-out evaluation on the same engines: of data's own held-out problems, and of further data sets."""
 
     every: int = Field(0, ge=0)
-    """Evaluate every so many versions; the first and the last are always evaluated unless `prompts` is 0."""
+    """Evaluate every so many versions; the first and the last are always evaluated unless there is nothing to ask."""
     prompts: int = Field(0, ge=0)
-    """Held-out prompts. 0 evaluates never."""
+    """Held-out prompts of `data`. 0 asks none."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses to each."""
+    """Responses to each: pass@k is reported for k = 1, 2, 4, ... up to it."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Longest response. Default: rollout.max_response_tokens."""
+    datasets: dict[str, EvaluationSet] = {}
+    """Further data sets by name."""

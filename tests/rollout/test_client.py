@@ -27,30 +27,58 @@ def choice(index: int, **changes: Any) -> dict[str, Any]:
     return good | changes
 
 
+def answer_of(*choices: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"choices": list(choices), "policy_versions": {"start": 4, "ranges": {}}} | changes
+
+
 def test_choices_are_taken_by_their_index() -> None:
-    first, second = read_completions({"choices": [choice(1, finish_reason="length"), choice(0)]}, PROMPT, 2)
+    first, second = read_completions(answer_of(choice(1, finish_reason="length"), choice(0)), PROMPT, 2)
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert first.token_ids.tolist() == [5, 6]
     assert first.logprobs.tolist() == [-0.5, -1.5]
+    assert first.versions.tolist() == second.versions.tolist() == [[0, 4]]
+
+
+def test_versions_of_a_response_that_an_update_came_upon() -> None:
+    versions = {"start": 4, "ranges": {"1": [[0, 4], [1, 5]], "0": [[0, 5], [2, 6]]}}
+    first, second = read_completions(answer_of(choice(0), choice(1), policy_versions=versions), PROMPT, 2)
+    assert first.versions.tolist() == [[0, 5]], "an update after its last token sampled none of it"
+    assert second.versions.tolist() == [[0, 4], [1, 5]]
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        (None, "does not say which policy version"),
+        ({"start": None, "ranges": {}}, "policy versions"),
+        ({"start": 1, "ranges": {"0": [[1, 2]]}}, "from 0 on"),
+        ({"start": 1, "ranges": {"0": [[0, 2], [0, 3]]}}, "from 0 on"),
+        ({"start": 1, "ranges": {"0": []}}, "from 0 on"),
+        ({"start": 1, "ranges": {"0": [["x", 2]]}}, "not rows of numbers"),
+    ],
+)
+def test_versions_that_do_not_read_are_a_bad_response(versions: Any, message: str) -> None:
+    with pytest.raises(BadResponse, match=message):
+        read_completions(answer_of(choice(0), policy_versions=versions), PROMPT, 1)
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ({}, "no choices, 2 were asked for"),
-        ({"choices": [choice(0)]}, "1 choices, 2 were asked for"),
-        ({"choices": [choice(0), choice(0)]}, "choices are numbered"),
-        ({"choices": [choice(0), choice(1, finish_reason="abort")]}, "finish_reason is 'abort'"),
-        ({"choices": [choice(0), choice(1, finish_reason=None)]}, "finish_reason is None"),
-        ({"choices": [choice(0), choice(1, prompt_token_ids=[1])]}, "another prompt"),
-        ({"choices": [choice(0), choice(1, token_ids=None)]}, "no token ids or no logprobs"),
-        ({"choices": [choice(0), choice(1, logprobs=None)]}, "no token ids or no logprobs"),
-        ({"choices": [choice(0), choice(1, token_ids=[5])]}, "1 token ids and 2 logprobs"),
+        (answer_of(choice(0)), "1 choices, 2 were asked for"),
+        (answer_of(choice(0), choice(0)), "choices are numbered"),
+        (answer_of(choice(0), choice(1, finish_reason="abort")), "finish_reason is 'abort'"),
+        (answer_of(choice(0), choice(1, finish_reason=None)), "finish_reason is None"),
+        (answer_of(choice(0), choice(1, prompt_token_ids=[1])), "another prompt"),
+        (answer_of(choice(0), choice(1, token_ids=None)), "no token ids or no logprobs"),
+        (answer_of(choice(0), choice(1, logprobs=None)), "no token ids or no logprobs"),
+        (answer_of(choice(0), choice(1, token_ids=[5])), "1 token ids and 2 logprobs"),
         (
-            {"choices": [choice(0), choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})]},
+            answer_of(choice(0), choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})),
             "token 1 is not finite",
         ),
-        ({"choices": [choice(0), choice(1, logprobs={"token_logprobs": [None, -1.0]})]}, "not"),
+        (answer_of(choice(0), choice(1, logprobs={"token_logprobs": [None, -1.0]})), "not"),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_says_why(answer: dict[str, Any], message: str) -> None:
@@ -84,7 +112,7 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
         bodies.append(await request.json())
         if len(bodies) < 3:
             return web.json_response({"error": "restarting"}, status=503)
-        return web.json_response({"choices": [choice(0)]})
+        return web.json_response(answer_of(choice(0)))
 
     (completion,) = ask(handler, patience=30)
     assert completion.token_ids.tolist() == [5, 6]

@@ -14,7 +14,6 @@ from tests.rollout.reference import logprobs
 from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
 from vime.rollout.format import load_tokenizer
-from vime.rollout.rewards import Scorer
 from vime.rollout.sources import load_problems
 
 pytestmark = pytest.mark.slow
@@ -25,6 +24,7 @@ def train_nothing(stack: EngineStack) -> None:
     control = stack.control.clone()
     position = control.posted()
     control.put("start", {"step": 0, "cursor": {}})
+    serve_version(stack, 0)
     control.publish_version(0)
     for step in range(1, stack.config.training.steps + 1):
         message = control.next_message(position, 120, f"the batch of step {step}")
@@ -32,7 +32,14 @@ def train_nothing(stack: EngineStack) -> None:
         assert message.step == step
         position += 1
         control.publish_consumed(step)
+        serve_version(stack, step)
         control.publish_version(step)
+
+
+def serve_version(stack: EngineStack, version: int) -> None:
+    """Let the engine say that it serves `version`, as after an update."""
+    stack.post("/update_weight_version", {"new_version": str(version)})
+    stack.post("/resume")
 
 
 def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
@@ -47,6 +54,7 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     finally:
         generator.kill()
     trainer.join(10)
+    serve_version(stack, 0)
 
     config = stack.config
     manifests = committed(stack.run_dir.buffer)
@@ -55,7 +63,6 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     problems = load_problems(config.data, config.run.seed)
     answers = {problem.uid: problem for problem in problems.training}
     tokenizer = load_tokenizer(stack.model)
-    scorer = Scorer(config.data, 10)
     seen: list[int] = []
     for manifest in manifests:
         samples = reader.samples(manifest, range(len(manifest.samples)))
@@ -78,7 +85,6 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     assert seen == list(range(8)), "the order of the stream is the order of the batches"
     assert manifests[-1].cursor == {"epoch": 0, "position": 8}
     assert len(answers) == len(problems.training)
-    scorer.close()
 
     events = [json.loads(line) for line in stack.run_dir.events.read_text().splitlines()]
     evaluations = [event for event in events if event["event"] == "evaluation"]
@@ -87,3 +93,4 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     # Nothing was trained, and evaluations of a run draw alike.
     assert evaluations[0]["accuracy"] == evaluations[1]["accuracy"]
     assert evaluations[0]["mean_reward"] == evaluations[1]["mean_reward"]
+    assert evaluations[0]["pass_at"] == {"1": evaluations[0]["accuracy"]}

@@ -1,32 +1,47 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from vime.config import Data
 from vime.errors import UserError
 from vime.rollout.problem import Problem
-from vime.rollout.rewards import Scorer, Unscored
+from vime.rollout.rewards import Answered, Scorer, Unscored
+from vime.rollout.scores import choice, think_format
+from vime.rollout.user_calls import MOST_ABANDONED, CallFailed, UserCalls
 
 HERE = "tests.rollout.test_rewards"
 PROBLEM = Problem("q", "7", {"question": "q", "answer": "7", "metadata": {}})
 
 
 def score(
-    reward: str, responses: list[str], timeout: float = 5.0, reward_key: str | None = None, problem: Problem = PROBLEM
+    reward: str,
+    responses: list[str],
+    timeout: float = 5.0,
+    problem: Problem = PROBLEM,
+    threads: int = 8,
+    **data: Any,
 ) -> list[Any]:
     source = "reasoning_gym" if reward == "task" else "jsonl"
-    data = Data.model_validate({"source": source, "path": "x.jsonl", "reward": reward, "reward_key": reward_key})
+    made = Data.model_validate({"source": source, "path": "x.jsonl", "reward": reward, **data})
 
     async def run() -> list[Any]:
-        scorer = Scorer(data, timeout)
+        calls = UserCalls(threads)
+        scorer = Scorer(made, timeout, calls)
         try:
-            return [str(r) if isinstance(r, Unscored) else r for r in await scorer.score(problem, responses)]
+            found = await scorer.score(problem, [Answered(response, {"turns": 1}) for response in responses])
+            return [str(r) if isinstance(r, Unscored) else r for r in found]
         finally:
-            scorer.close()
+            await scorer.close()
+            calls.close()
 
     return asyncio.run(run())
 
@@ -70,6 +85,70 @@ def not_a_number(response: str) -> Any:
     return {"nan": float("nan"), "text": "good"}[response]
 
 
+def times_out(response: str) -> float:
+    raise TimeoutError("my own")
+
+
+def exits(response: str) -> float:
+    sys.exit(3)
+
+
+async def async_exits(response: str) -> float:
+    sys.exit(4)
+
+
+def stops(response: str) -> float:
+    raise StopIteration("x")
+
+
+async def async_stops(response: str) -> float:
+    raise StopIteration("x")
+
+
+def interrupts(response: str) -> float:
+    raise KeyboardInterrupt
+
+
+def recurses(response: str) -> float:
+    return recurses(response)
+
+
+async def async_blocks(response: str) -> float:
+    time.sleep(60)
+    return 0.0
+
+
+class AsyncLength:
+    async def __call__(self, response: str) -> float:
+        return len(response)
+
+
+async_object = AsyncLength()
+
+
+def with_metadata(response: str, metadata: dict[str, Any]) -> float:
+    return len(response) + metadata["turns"]
+
+
+at_once = most_at_once = 0
+lock = threading.Lock()
+
+
+def counts_threads(response: str) -> float:
+    global at_once, most_at_once
+    with lock:
+        at_once += 1
+        most_at_once = max(most_at_once, at_once)
+    time.sleep(0.01)
+    with lock:
+        at_once -= 1
+    return 1.0
+
+
+def wants_more(response: str, tokens: int) -> float:
+    return 0.0
+
+
 def takes_nothing(prompt: str) -> float:
     return 0.0
 
@@ -84,10 +163,17 @@ def test_exact() -> None:
 
 def test_missing_rewards_of_a_group() -> None:
     """Case 1: [1.0, None], None for all of it, and one that raises."""
-    assert score(f"{HERE}:some_missing", ["7", "8"]) == [1.0, "returned None"]
-    assert score(f"{HERE}:all_missing", ["7", "8"]) == ["returned None", "returned None"]
-    assert score(f"{HERE}:raises_for_one", ["ab", ""]) == [0.5, "raised ZeroDivisionError: division by zero"]
-    assert score(f"{HERE}:not_a_number", ["nan", "text"]) == ["returned nan", "returned a str, not a number"]
+
+    def said(name: str, text: str) -> str:
+        return f"data.reward={HERE}:{name} {text}"
+
+    assert score(f"{HERE}:some_missing", ["7", "8"]) == [1.0, said("some_missing", "returned None")]
+    assert score(f"{HERE}:all_missing", ["7", "8"]) == [said("all_missing", "returned None")] * 2
+    one, other = score(f"{HERE}:raises_for_one", ["ab", ""])
+    assert (one, other) == (0.5, said("raises_for_one", "raised ZeroDivisionError: division by zero"))
+    assert score(f"{HERE}:not_a_number", ["nan", "text"]) == [
+        said("not_a_number", "returned nan"), said("not_a_number", "returned a str, not a number")
+    ]  # fmt: skip
 
 
 def test_a_list_of_the_wrong_length_is_an_error() -> None:
@@ -103,12 +189,77 @@ def test_dict_rewards_need_a_key() -> None:
         score(f"{HERE}:as_dict", ["x"])
 
 
-def test_async_and_hanging_functions() -> None:
+def test_async_functions_and_objects() -> None:
     assert score(f"{HERE}:async_length", ["abc"]) == [6]
+    assert score(f"{HERE}:async_object", ["abc"]) == [3]
+    assert score(f"{HERE}:with_metadata", ["abc"]) == [4]
+
+
+@pytest.mark.parametrize("name", ["hangs", "async_hangs", "async_blocks"])
+def test_a_hanging_function_is_cut_off(name: str) -> None:
+    """One that blocks the event loop of the user's functions takes with it what runs there, and nothing else."""
     begun = time.monotonic()
-    for name in ("hangs", "async_hangs"):
-        assert score(f"{HERE}:{name}", ["a", "b"], timeout=0.2) == ["took more than rollout.reward_timeout=0.2 s"] * 2
-    assert time.monotonic() - begun < 5
+    assert score(f"{HERE}:{name}", ["a", "b"], timeout=0.2) == [f"data.reward={HERE}:{name} took more than 0.2 s"] * 2
+    assert time.monotonic() - begun < 8
+
+
+def test_the_loop_of_async_functions_is_replaced_when_one_blocks_it() -> None:
+    async def run() -> float:
+        calls = UserCalls(1)
+        with pytest.raises(CallFailed):
+            await calls.call("b", async_blocks, 0.1, "it", response="")
+        try:
+            return float(await calls.call("l", async_length, 5, "it", response="ab", record={}))
+        finally:
+            calls.close()
+
+    assert asyncio.run(run()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("times_out", "TimeoutError: my own"),
+        ("exits", "SystemExit: 3"),
+        ("stops", "StopIteration: x"),
+        ("async_stops", "RuntimeError: coroutine raised StopIteration"),
+        ("async_exits", "SystemExit: 4"),
+        ("interrupts", "KeyboardInterrupt"),
+        ("recurses", "RecursionError"),
+    ],
+)
+def test_whatever_a_function_raises_is_its_own(name: str, text: str) -> None:
+    (reason,) = score(f"{HERE}:{name}", ["x"])
+    assert reason.startswith(f"data.reward={HERE}:{name} raised {text}")
+
+
+def test_a_traceback_is_printed_once_for_each_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(score(f"{HERE}:raises_for_one", [""] * 6)) == 6
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == 1
+    assert "ZeroDivisionError" in printed
+    assert f"{HERE}:raises_for_one failed on sample" in printed
+    assert PROBLEM.uid in printed
+
+
+def test_threads_are_bounded() -> None:
+    global at_once, most_at_once
+    at_once = most_at_once = 0
+    assert score(f"{HERE}:counts_threads", ["x"] * 40, threads=3) == [1.0] * 40
+    assert most_at_once == 3
+
+
+def test_too_many_hanging_calls_end_the_run() -> None:
+    async def all_of_them() -> list[BaseException | None]:
+        calls = UserCalls(16)
+        jobs = [calls.call("m:f", hangs, 0.05, "it", response="") for _ in range(MOST_ABANDONED + 1)]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    failures = asyncio.run(all_of_them())
+    assert [type(f) for f in failures].count(CallFailed) == MOST_ABANDONED
+    assert [str(f) for f in failures if isinstance(f, UserError)] == [
+        f"m:f: {MOST_ABANDONED} calls hang, each for more than its limit of 0.05 s"
+    ]
 
 
 def test_a_function_that_takes_no_response_is_refused() -> None:
@@ -116,6 +267,8 @@ def test_a_function_that_takes_no_response_is_refused() -> None:
         score(f"{HERE}:takes_nothing", ["x"])
     with pytest.raises(UserError, match="has no nowhere"):
         score(f"{HERE}:nowhere", ["x"])
+    with pytest.raises(UserError, match="takes `tokens`, but only answer, metadata"):
+        score(f"{HERE}:wants_more", ["x"])
 
 
 def test_math_verify() -> None:
@@ -132,3 +285,112 @@ def test_math_verify() -> None:
 def test_a_reference_that_cannot_be_read_is_not_a_wrong_answer() -> None:
     (reason,) = score("math_verify", ["$1$"], 60, problem=Problem("q", "?"))
     assert "finds no expression in the reference answer '?'" in reason
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        ("(C).", "C"),
+        ("I think that the answer is (D).", "D"),
+        ("First option A, no: **Answer: B**", "B"),
+        ("so \\boxed{C}", "C"),
+        ("so \\boxed{\\text{C}} indeed", "C"),
+        ("The answer is a matter of taste", None),
+        ("Both A and B hold", None),
+        ("Reasoning about A.\n\nB", "B"),
+        ("the answer is Bananas", None),
+        ("", None),
+    ],
+)
+def test_choice(response: str, letter: str | None) -> None:
+    for reference in "ABCD":
+        assert choice(response, reference) == (reference == letter)
+        assert choice(response, f" ({reference}) ") == (reference == letter)
+    with pytest.raises(ValueError, match="is not one letter"):
+        choice(response, "42")
+
+
+def test_format() -> None:
+    assert think_format("<think>\nwell\n</think>\n\n4") == 1.0
+    for other in ("4", "<think>well</think>", "x <think>well</think> 4", "<think>a<think>b</think> 4", "<think>4"):
+        assert think_format(other) == 0.0
+    assert score("format", ["<think>a</think> b", "b"]) == [1.0, 0.0]
+    assert score("choice", ["B"], problem=Problem("q", "B")) == [1.0]
+    assert "is not one letter" in score("choice", ["B"])[0]
+
+
+def serve(handler: Callable[[web.Request], Awaitable[web.Response]], **more: Any) -> list[Any]:
+    """Scores two responses by a server of the user's."""
+
+    async def run() -> list[Any]:
+        application = web.Application()
+        application.router.add_post("/score", handler)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+        try:
+            return await asyncio.to_thread(score, "remote", ["a", "bc"], reward_url=url, **more)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_a_remote_reward() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"quality": len(seen[-1]["response"]), "other": 0})
+
+    assert serve(handler, reward_key="quality") == [1.0, 2.0]
+    assert {body["response"] for body in seen} == {"a", "bc"}
+    assert seen[0] | {"response": ""} == {
+        "prompt": "q", "answer": "7", "record": PROBLEM.record, "response": "", "metadata": {"turns": 1}
+    }  # fmt: skip
+
+
+def test_a_remote_reward_is_asked_again_within_bounds() -> None:
+    asked: dict[str, int] = {}
+
+    async def handler(request: web.Request) -> web.Response:
+        response = (await request.json())["response"]
+        asked[response] = asked.get(response, 0) + 1
+        if response == "bc" or asked[response] < 3:
+            return web.Response(status=503, text="overloaded")
+        return web.json_response(0.25)
+
+    first, second = serve(handler)
+    assert first == 0.25
+    assert "failed 3 times, at last: status 503: overloaded" in second
+    assert asked == {"a": 3, "bc": 3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (web.Response(status=422, text="no such field"), "answered status 422: no such field"),
+        (web.Response(text="{nonsense"), "JSONDecodeError"),
+        (web.Response(text="null"), "returned None"),
+        (web.Response(text="[1]"), "returned a list, not a number"),
+        (web.Response(text=json.dumps("9" * 5000)), "returned inf"),
+    ],
+)
+def test_a_remote_answer_that_is_no_reward(answer: web.Response, text: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=answer.status, body=answer.body)
+
+    assert all(text in reason for reason in serve(handler))
+
+
+def test_a_remote_server_that_hangs_or_is_not_there() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(3)
+        return web.json_response(1)
+
+    assert all("it took more than rollout.reward_timeout=0.3 s" in reason for reason in serve(handler, timeout=0.3))
+    (reason,) = score("remote", ["a"], reward_url="http://127.0.0.1:9/score")
+    assert "failed 3 times, at last: ClientConnectorError" in reason

@@ -18,6 +18,7 @@ from vime.models.routing import Routing
 from vime.rollout.auth import ENGINE_HEADER
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
 from vime.rollout.server import SERVED_NAME
+from vime.rollout.version_ranges import VERSIONS
 
 SERVED_SECONDS = 10.0
 """An attempt that lasted longer than this was being served when it broke off."""
@@ -46,6 +47,8 @@ class Sampling:
     temperature: float
     top_p: float
     stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides; they stay its last tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,8 @@ class Completion:
     """[R] natural log-probability under the distribution that was sampled from."""
     finish_reason: str
     """stop or length."""
+    versions: NDArray[np.int32]
+    """[K, 2] rows (first position, policy version): the weights that sampled the tokens from there on."""
     routes: Routes | None = None
     """The experts that the prompt's and the response's tokens used, where they are asked for."""
 
@@ -110,6 +115,8 @@ class RolloutClient:
             "logprobs": 0,
             "return_token_ids": True,
         }
+        if sampling.stop:
+            body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
         if seed is not None:
             body["seed"] = seed
         engine, answer = await self._post(body)
@@ -172,10 +179,14 @@ def read_completions(answer: Any, prompt: list[int], samples: int, routing: Rout
     by_index = {choice.get("index"): choice for choice in choices if isinstance(choice, dict)}
     if sorted(by_index, key=str) != sorted(range(samples), key=str):
         raise BadResponse(f"choices are numbered {sorted(by_index, key=str)}")
-    return [_read_choice(by_index[i], prompt, routing) for i in range(samples)]
+    versions = answer.get(VERSIONS)
+    if not isinstance(versions, dict) or not isinstance(ranges := versions.get("ranges"), dict):
+        raise BadResponse("the engine does not say which policy version sampled the response")
+    whole = [[0, versions.get("start")]]
+    return [_read_choice(by_index[i], prompt, ranges.get(str(i), whole), routing) for i in range(samples)]
 
 
-def _read_choice(choice: dict[str, Any], prompt: list[int], routing: Routing | None) -> Completion:
+def _read_choice(choice: dict[str, Any], prompt: list[int], versions: Any, routing: Routing | None) -> Completion:
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}")
@@ -196,4 +207,14 @@ def _read_choice(choice: dict[str, Any], prompt: list[int], routing: Routing | N
     routes = None
     if routing is not None:
         routes = decode_routes(choice.get("routed_experts"), len(prompt) + len(tokens), routing)
-    return Completion(tokens, values, reason, routes)
+    return Completion(tokens, values, reason, _read_versions(versions, len(tokens)), routes)
+
+
+def _read_versions(rows: Any, length: int) -> NDArray[np.int32]:
+    try:
+        read = np.asarray(rows, np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadResponse(f"policy versions are not rows of numbers: {error}") from error
+    if read.ndim != 2 or read.shape[1] != 2 or not len(read) or read[0, 0] != 0 or np.any(np.diff(read[:, 0]) <= 0):
+        raise BadResponse(f"policy versions {rows} are not rows (first position, version) from 0 on")
+    return read[read[:, 0] < length]  # an update after the last token sampled none

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vime.buffer.sample import Group
-from vime.config import Config
+from vime.config import Config, Data
 from vime.errors import UserError
 from vime.rollout.feed import Prompt, fit
 from vime.rollout.format import Format
 from vime.rollout.generate import Generation, Tally
 from vime.rollout.limits import Limits
+from vime.rollout.pass_at_k import mean_pass_at
 from vime.rollout.problem import Problem
+from vime.rollout.sources import read_jsonl
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as solved."""
@@ -21,7 +25,7 @@ SOLVED = 1.0 - 1e-6
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation."""
+    """One evaluation of one data set."""
 
     dataset: str
     accuracy: float
@@ -30,6 +34,24 @@ class Result:
     samples: int
     unscored: int
     """Samples that gave no reward within the tries, left out of the others."""
+    pass_at: dict[str, float]
+    """pass@k by k."""
+    truncated: float
+    """Share of the samples that were cut off."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """What is asked of one data set, and how."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    data: Data
+    """How its answers are scored."""
+    samples: int
+    temperature: float
+    top_p: float
 
 
 def evaluation_due(version: int, every: int, last: int) -> bool:
@@ -37,49 +59,95 @@ def evaluation_due(version: int, every: int, last: int) -> bool:
     return version in (0, last) or (every > 0 and version % every == 0)
 
 
-def evaluation_prompts(config: Config, problems: Sequence[Problem], render: Format, limits: Limits) -> list[Prompt]:
-    """The same held-out prompts for every version. Raises UserError when there are fewer than asked for."""
-    wanted = config.evaluation.prompts
-    chosen = sorted(problems, key=lambda problem: problem.uid)
-    fitting = [prompt for i, problem in enumerate(chosen) if (prompt := fit(i, problem, render, limits)) is not None]
-    if len(fitting) < wanted:
-        raise UserError(
-            f"evaluation.prompts={wanted}, but only {len(fitting)} held-out problems are there and short enough;"
-            " raise data.size or data.held_out, or give data.eval_path"
+def evaluated_versions(events: Iterable[Mapping[str, Any]], at_most: int) -> set[int]:
+    """The versions up to `at_most` that an earlier attempt has evaluated, from the run's events."""
+    seen = (event.get("version") for event in events if event.get("event") == "evaluation")
+    return {version for version in seen if isinstance(version, int) and version <= at_most}
+
+
+def evaluation_tasks(
+    config: Config, held_out: Sequence[Problem], render: Format, limits: Limits
+) -> list[EvaluationTask]:
+    """What every evaluation asks: the same prompts for every version.
+
+    Raises UserError when there are fewer held-out problems than asked for, or a file is wrong.
+    """
+    evaluation, data = config.evaluation, config.data
+    most = evaluation.max_response_tokens or limits.max_response
+    tasks = []
+    if evaluation.prompts:
+        fitting = _fitting(held_out, render, replace(limits, max_response=most))
+        if len(fitting) < evaluation.prompts:
+            raise UserError(
+                f"evaluation.prompts={evaluation.prompts}, but only {len(fitting)} held-out problems are there and"
+                " short enough; raise data.size or data.held_out, or give data.eval_path"
+            )
+        prompts = tuple(fitting[: evaluation.prompts])
+        sampling = evaluation.samples_per_prompt, evaluation.temperature, evaluation.top_p
+        tasks.append(EvaluationTask(dataset_name(config), prompts, data, *sampling))
+    for name, given in evaluation.datasets.items():
+        problems = read_jsonl(given.path, data.prompt_key, data.answer_key)
+        room = replace(limits, max_response=given.max_response_tokens or most)
+        fitting = _fitting(problems, render, room)
+        if len(fitting) < (given.prompts or 1):
+            raise UserError(
+                f"evaluation.datasets.{name}.prompts={given.prompts or 1}, but only {len(fitting)} of {given.path} are"
+                " short enough"
+            )
+        tasks.append(
+            EvaluationTask(
+                name=name,
+                prompts=tuple(fitting[: given.prompts]),
+                data=data.model_copy(update={"source": "jsonl", "reward": given.reward or data.reward}),
+                samples=given.samples_per_prompt or evaluation.samples_per_prompt,
+                temperature=evaluation.temperature if given.temperature is None else given.temperature,
+                top_p=given.top_p or evaluation.top_p,
+            )
         )
-    return fitting[:wanted]
+    return tasks
 
 
 def dataset_name(config: Config) -> str:
-    """What the evaluated problems are called."""
+    """What data's own held-out problems are called."""
     data = config.data
     if data.source == "reasoning_gym":
         return data.task
     if data.source == "jsonl":
-        return str((data.eval_path or data.path or data.source).name) if data.path else data.source  # type: ignore[union-attr]
+        path = data.eval_path or data.path
+        return path.name if path is not None else data.source
     return data.source
 
 
-async def evaluate(generation: Generation, prompts: Sequence[Prompt], concurrency: int, dataset: str) -> Result:
+async def evaluate(generation: Generation, task: EvaluationTask, concurrency: int) -> Result:
     """Asks every prompt once and scores the answers."""
-    tally = Tally()
     slots = asyncio.Semaphore(concurrency)
+    begun = time.monotonic()
 
-    async def ask(prompt: Prompt) -> Group | None:
+    async def ask(prompt: Prompt) -> tuple[Group | None, Tally]:
         async with slots:
-            return await generation.group(prompt, tally)
+            return await generation.group(prompt)
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(ask(prompt)) for prompt in prompts]
+            asked = [tasks.create_task(ask(prompt)) for prompt in task.prompts]
     except ExceptionGroup as group:
         raise group.exceptions[0] from None  # the first says what is wrong; the role handles it by its own type
-    rewards = [sample.reward for task in asked if (made := task.result()) is not None for sample in made.samples]
-    count = max(len(rewards), 1)
+    groups = [group for group, _ in (one.result() for one in asked) if group is not None]
+    samples = [sample for group in groups for sample in group.samples]
+    solved = [sum(sample.reward >= SOLVED for sample in group.samples) for group in groups]
+    count = max(len(samples), 1)
     return Result(
-        dataset=dataset,
-        accuracy=sum(reward >= SOLVED for reward in rewards) / count,
-        mean_reward=sum(rewards) / count,
-        samples=len(rewards),
-        unscored=tally.dropped,
+        dataset=task.name,
+        accuracy=sum(solved) / count,
+        mean_reward=sum(sample.reward for sample in samples) / count,
+        samples=len(samples),
+        unscored=sum(one.result()[1].dropped for one in asked),
+        pass_at=mean_pass_at([(len(group.samples), c) for group, c in zip(groups, solved, strict=True)], task.samples),
+        truncated=sum(sample.finish_reason == "truncated" for sample in samples) / count,
+        seconds=round(time.monotonic() - begun, 3),
     )
+
+
+def _fitting(problems: Sequence[Problem], render: Format, limits: Limits) -> list[Prompt]:
+    chosen = sorted(problems, key=lambda problem: problem.uid)
+    return [prompt for i, problem in enumerate(chosen) if (prompt := fit(i, problem, render, limits)) is not None]

@@ -36,7 +36,7 @@ def make_format(data: Data, tokenizer: Any) -> Format:
                 "data.format=chat, but the model's tokenizer has no chat template;"
                 " use data.format=text, or module:function"
             )
-        return lambda problem: _checked(_chat(problem, tokenizer), tokenizer, "data.format=chat")
+        return lambda problem: _checked(_chat(problem, tokenizer, data), tokenizer, "data.format=chat")
     if data.format == "text":
         if data.add_bos and tokenizer.bos_token_id is None:
             raise UserError("data.add_bos is true, but the model's tokenizer has no beginning-of-sequence token")
@@ -52,11 +52,17 @@ def answer_ids(answer: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(answer, add_special_tokens=False)["input_ids"])
 
 
-def _chat(problem: Problem, tokenizer: Any) -> list[int]:
+def _chat(problem: Problem, tokenizer: Any, data: Data) -> list[int]:
     messages = problem.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tools = problem.record.get(data.tools_key) if data.tools_key else None
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools or data.tools or None, tokenize=False, add_generation_prompt=True, **data.chat_args
+        )
+    except Exception as error:
+        raise UserError(f"data.format=chat: the chat template failed: {type(error).__name__}: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -17,16 +17,21 @@ from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError
 from vime.models.routing import replayed_routing
+from vime.report.jsonl import read_lines
 from vime.role import Role, die_with_parent
 from vime.rollout.client import RolloutClient, Sampling
-from vime.rollout.evaluate import dataset_name, evaluate, evaluation_due, evaluation_prompts
+from vime.rollout.evaluate import evaluate, evaluated_versions, evaluation_due, evaluation_tasks
 from vime.rollout.feed import PromptFeed
+from vime.rollout.filters import Filters
 from vime.rollout.format import load_tokenizer, make_format
-from vime.rollout.generate import Generation
+from vime.rollout.generate import Generation, load_generate
 from vime.rollout.limits import read_limits
+from vime.rollout.pipeline import Pipeline, TooManyLost
 from vime.rollout.rewards import Scorer
+from vime.rollout.served import Served
 from vime.rollout.sources import load_problems
-from vime.rollout.step import fill_step
+from vime.rollout.turns import Turns
+from vime.rollout.user_calls import UserCalls
 from vime.run_dir import RunDir
 
 
@@ -60,58 +65,65 @@ class Generator:
         self.render = make_format(config.data, self.tokenizer)
         self.problems = load_problems(config.data, config.run.seed)
         self.render(self.problems.training[0])
-        self.held_out = evaluation_prompts(config, self.problems.held_out, self.render, self.limits)
-        self.scorer = Scorer(config.data, config.rollout.reward_timeout)
+        self.evaluations = evaluation_tasks(config, self.problems.held_out, self.render, self.limits)
+        self.calls = UserCalls(config.rollout.reward_threads)
+        timeout = config.rollout.reward_timeout
+        self.scorer = Scorer(config.data, timeout, self.calls)
+        self.scorers = [Scorer(task.data, timeout, self.calls) for task in self.evaluations]
+        self.filters = Filters(config.rollout, self.calls)
+        self.generate = load_generate(config.rollout, self.calls)
         self.report = partial(self.run_dir.append_event, role)
         self.routing = replayed_routing(config, role.model)
+        self.served = Served()
+        self.evaluated: set[int] = set()
 
     async def run(self) -> None:
         """From the first step that the trainers need to the evaluation of the last version."""
         config = self.config
         self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
         control = Control.connect(self.role, config.cluster.startup_timeout)
-        waiting = control.clone()  # for waits, which block a connection, in worker threads
         startup = config.cluster.startup_timeout
-        start = await asyncio.to_thread(read_start, waiting, startup)
-        url = await asyncio.to_thread(waiting.router, startup)
+        start = await asyncio.to_thread(read_start, control, startup)
+        url = await asyncio.to_thread(control.router, startup)
+        following = asyncio.create_task(self.served.follow(control.clone(), config.training.steps))
         async with RolloutClient(url, self.role.token, config.rollout.request_timeout, startup, self.routing) as client:
             try:
-                await self._run(client, control, waiting, start)
+                await self._run(client, control, start)
             finally:
-                self.scorer.close()
+                following.cancel()
+                self.calls.close()
+                for scorer in (self.scorer, *self.scorers):
+                    await scorer.close()
         self.report("stopped")
 
-    async def _run(self, client: RolloutClient, control: Control, waiting: Control, start: Start) -> None:
+    async def _run(self, client: RolloutClient, control: Control, start: Start) -> None:
         config = self.config
         experts = self.routing.experts if self.routing is not None else None
-        writer = BufferWriter(self.run_dir, waiting, config.buffer, experts)
+        writer = BufferWriter(self.run_dir, control, config.buffer, experts)
         resumed = await asyncio.to_thread(writer.resume, start.step)
+        # A batch is committed only after the evaluation of the version before it: see `_before_commit`.
+        known = start.step if resumed.discarded else resumed.step - 1
+        self.evaluated = evaluated_versions(read_lines(self.run_dir.events), known) | set(range(resumed.step - 1))
         feed = self._feed(resumed.cursor if resumed.cursor is not None else start.cursor)
-        generation = self._generation(client, control)
-        written = resumed.groups
-        self.report("ready", step=resumed.step, resumed_groups=len(written))
-        for step in range(resumed.step, config.training.steps + 1):
-            needed = max(0, step - 1 - config.buffer.max_staleness)
-            await self._wait_version(waiting, needed)
-            version = control.version() or 0
-            await self._evaluate(generation, version)
-            statistics = await fill_step(
-                generation,
-                feed,
-                config.rollout.prompts_per_step,
-                written,
-                config.rollout.concurrency,
-                partial(_keep, writer),
-            )
-            metrics = statistics.metrics(step)
-            await asyncio.to_thread(writer.commit_batch, step, metrics, feed.cursor())
-            written = frozenset()
+        generation = self._generation(client)
+        pipeline = Pipeline(config, generation, feed, self.filters, self.served, resumed.groups)
+        self.report("ready", step=resumed.step, resumed_groups=len(resumed.groups))
+        try:
+            for step in range(resumed.step, config.training.steps + 1):
+                if config.buffer.max_staleness == 0:  # the engines have nothing else to do
+                    await self._evaluate(generation, step - 1)
+                evaluation = asyncio.create_task(self._evaluate(generation, step - 1))
+                try:
+                    statistics, cursor = await pipeline.batch(step, partial(keep, writer))
+                    await evaluation
+                finally:
+                    evaluation.cancel()
+                await asyncio.to_thread(writer.commit_batch, step, statistics.metrics(step), cursor)
+        finally:
+            pipeline.close()
         # The last batch is trained when the version that it makes is served.
-        await self._wait_version(waiting, config.training.steps)
+        await self.served.reach(config.training.steps, config.buffer.wait_timeout)
         await self._evaluate(generation, config.training.steps)
-
-    async def _wait_version(self, waiting: Control, version: int) -> None:
-        await asyncio.to_thread(waiting.wait_version, version, self.config.buffer.wait_timeout)
 
     def _feed(self, cursor: dict[str, Any]) -> PromptFeed:
         config = self.config
@@ -119,36 +131,52 @@ class Generator:
             self.problems.training, config.run.seed, config.data.shuffle, self.render, self.limits, cursor
         )
 
-    def _generation(self, client: RolloutClient, control: Control) -> Generation:
+    def _generation(self, client: RolloutClient) -> Generation:
         rollout = self.config.rollout
         return Generation(
             client=client,
             scorer=self.scorer,
             tokenizer=self.tokenizer,
+            turns=Turns(self.config.data, self.tokenizer, self.limits.stop_token_ids),
             sampling=Sampling(rollout.temperature, rollout.top_p, self.limits.stop_token_ids),
             samples=rollout.samples_per_prompt,
             tries=rollout.tries,
             seed=f"{self.config.run.seed}/train" if rollout.seeded else None,
-            version=lambda: control.version() or 0,
             report=self.report,
+            least=min(2, rollout.samples_per_prompt),
+            mask_off_policy=rollout.mask_off_policy,
+            generate=self.generate,
         )
 
     async def _evaluate(self, generation: Generation, version: int) -> None:
+        """Evaluate `version`, once it is served, if it is due and was not evaluated yet.
+
+        The batch that makes the next version is held back until this is done, however far generation runs ahead, so
+        that every due version is evaluated, once, and all of its answers come from that version.
+        """
         config = self.config
-        if not self.held_out or not evaluation_due(version, config.evaluation.every, config.training.steps):
+        due = evaluation_due(version, config.evaluation.every, config.training.steps)
+        if not self.evaluations or not due or version in self.evaluated:
             return
-        held_out = replace(
-            generation,
-            sampling=replace(generation.sampling, temperature=config.evaluation.temperature, top_p=1.0),
-            samples=config.evaluation.samples_per_prompt,
-            # Versions are compared on the same draws.
-            seed=f"{config.run.seed}/evaluation",
-        )
-        result = await evaluate(held_out, self.held_out, config.rollout.concurrency, dataset_name(config))
-        self.report("evaluation", version=version, **asdict(result))
+        self.evaluated.add(version)
+        await self.served.reach(version, config.buffer.wait_timeout)
+        for task, scorer in zip(self.evaluations, self.scorers, strict=True):
+            asking = replace(
+                generation,
+                scorer=scorer,
+                sampling=replace(generation.sampling, temperature=task.temperature, top_p=task.top_p),
+                samples=task.samples,
+                least=1,
+                mask_off_policy=False,
+                # Versions are compared on the same draws.
+                seed=f"{config.run.seed}/evaluation",
+            )
+            result = await evaluate(asking, task, config.rollout.concurrency)
+            self.report("evaluation", version=version, **asdict(result))
 
 
-async def _keep(writer: BufferWriter, group: Group) -> None:
+async def keep(writer: BufferWriter, group: Group) -> None:
+    """Put a finished group into the batch."""
     if writer.next_commits:  # files are written beside the event loop, which has requests to serve
         await asyncio.to_thread(writer.add, group)
     else:
@@ -164,6 +192,9 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except TooManyLost as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

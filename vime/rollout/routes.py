@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,24 @@ def decode_routes(text: Any, tokens: int, routing: Routing) -> Routes:
             wrong = lowest if lowest < 0 else highest
             raise BadRoutes(f"expert id {wrong} is out of range for {routing.experts} experts")
     return Routes(_layers_first(array, routing), _first_routed(array, routing))
+
+
+def join_routes(turns: Sequence[Routes | None]) -> Routes | None:
+    """The routes of a sequence that was sampled in several turns, each answered with those of all tokens until then.
+
+    Each position has the ids of the turn that computed it first, which is the one that its successor was sampled in or,
+    in text that a tool added, the next. None without routes. Raises ValueError when a turn leaves a hole.
+    """
+    known = [turn for turn in turns if turn is not None]
+    if len(known) < len(turns) or not known:
+        return None
+    parts, end = [], 0
+    for turn in known:
+        if end and turn.first > end:
+            raise ValueError(f"routes of a turn begin at position {turn.first}, those before it end at {end}")
+        parts.append(turn.ids[:, end:])
+        end = turn.ids.shape[1]
+    return Routes(np.concatenate(parts, axis=1), known[0].first)
 
 
 def _read_npy(text: str, wanted: tuple[int, ...]) -> NDArray[Any]:

@@ -28,7 +28,7 @@ from vime.rollout.port import ReservedPort
 
 SERVED_NAME = "policy"
 """The model name that requests carry."""
-MIDDLEWARE = "vime.rollout.auth.RunTokenMiddleware"
+MIDDLEWARE = "vime.rollout.middleware.EngineMiddleware"
 READY_PATH = "/weight_info"
 """Asked for readiness: guarded by the token, open at the gate, answered without a forward pass."""
 

@@ -1,0 +1,449 @@
+"""Filling batches when samples, rewards or whole prompts fail: the engine is played, everything else is real."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vime.buffer.sample import Group
+from vime.config import Buffer, Cluster, Config, Data, Model, Rollout, TinyModel, Training
+from vime.errors import UserError, WaitTimeout
+from vime.rollout.client import BadResponse, Completion, Sampling
+from vime.rollout.feed import PromptFeed
+from vime.rollout.filters import Filters
+from vime.rollout.generate import Generation, load_generate, request_seed
+from vime.rollout.limits import Limits
+from vime.rollout.pipeline import Pipeline, TooManyLost
+from vime.rollout.problem import Problem
+from vime.rollout.rewards import Scorer
+from vime.rollout.served import Served
+from vime.rollout.step import StepStatistics
+from vime.rollout.turns import Turns
+from vime.rollout.user_calls import UserCalls
+
+END = 0
+HERE = "tests.rollout.test_pipeline"
+LIMITS = Limits(context=100, stop_token_ids=(END,), max_response=10)
+
+
+class Letters:
+    """A tokenizer of sorts: token n is the letter with that number."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in ids)
+
+
+@dataclass
+class Engine:
+    """Answers with what `script(prompt number, sample seed)` says or raises. Remembers what it was asked."""
+
+    script: Callable[[int, int], str]
+    served: Served
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    hold: Callable[[int], asyncio.Event | None] = lambda number: None
+    cancelled: list[int] = field(default_factory=list)
+
+    async def complete(
+        self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int
+    ) -> list[Completion]:
+        number = prompt[0]
+        self.asked.append((number, samples, seed))
+        started = self.served.version
+        held = self.hold(number)
+        try:
+            await (held.wait() if held else asyncio.sleep(0.02 / (1 + number % 3)))  # later prompts may finish first
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        texts = [self.script(number, seed + i) for i in range(samples)]
+        ids = [[ord(letter) for letter in text] + [END] for text in texts]
+        ended = self.served.version
+        rows = [[0, started]] + ([[1, ended]] if ended > started else [])
+        versions = np.array(rows, np.int32)
+        return [Completion(np.array(i, np.int32), np.zeros(len(i), np.float32), "stop", versions) for i in ids]
+
+
+def reward_of(response: str) -> float | None:
+    """Rewards for letters: none for n, an exception for x."""
+    if response == "x":
+        raise ValueError("no reward for x")
+    return None if response == "n" else float(response == "g")
+
+
+def reward_group(responses: list[str]) -> list[float | None]:
+    """The share of the group that differs; none for n."""
+    return [None if r == "n" else sum(r != other for other in responses) / len(responses) for r in responses]
+
+
+class Run:
+    """A generator's parts around a played engine; `batch` makes the next batch."""
+
+    def __init__(
+        self,
+        script: Callable[[int, int], str],
+        prompts: int,
+        samples: int = 2,
+        reward: str = "reward_of",
+        staleness: int = 0,
+        steps: int = 100,
+        written: frozenset[int] = frozenset(),
+        version: int = 0,
+        cursor: dict[str, int] | None = None,
+        problems: int = 50,
+        **rollout: Any,
+    ) -> None:
+        data = Data.model_validate({"source": "jsonl", "path": "x", "reward": f"{HERE}:{reward}"})
+        made = {"prompts_per_step": prompts, "samples_per_prompt": samples, "concurrency": 4, **rollout}
+        self.config = Config(
+            recipe="test",
+            cluster=Cluster(name="local"),
+            model=Model(tiny=TinyModel()),
+            data=data,
+            rollout=Rollout.model_validate(made),
+            buffer=Buffer(max_staleness=staleness, wait_timeout=2),
+            training=Training(ranks=1, steps=steps),
+        )
+        self.served = Served(version)
+        self.engine = Engine(script, self.served)
+        self.kept: list[Group] = []
+        self.events: list[dict[str, Any]] = []
+        self.step = version
+        calls = UserCalls(4)
+        rollout_config = self.config.rollout
+        generation = Generation(
+            client=self.engine,  # type: ignore[arg-type]
+            scorer=Scorer(data, 5, calls),
+            tokenizer=Letters(),
+            turns=Turns(data, Letters(), (END,)),
+            sampling=Sampling(1.0, 1.0, (END,)),
+            samples=samples,
+            tries=rollout_config.tries,
+            seed="0",
+            report=lambda event, **fields: self.events.append({"event": event, **fields}),
+            least=min(2, samples),
+            mask_off_policy=rollout_config.mask_off_policy,
+            generate=load_generate(rollout_config, calls),
+        )
+        made_problems = tuple(Problem(f"q{i}", "", {"number": i}) for i in range(problems))
+        feed = PromptFeed(made_problems, 0, False, lambda p: [int(str(p.prompt)[1:])], LIMITS, cursor)
+        self.pipeline = Pipeline(self.config, generation, feed, Filters(rollout_config, calls), self.served, written)
+
+    async def batch(self) -> tuple[StepStatistics, list[Group], dict[str, int]]:
+        self.step += 1
+        kept: list[Group] = []
+
+        async def keep(group: Group) -> None:
+            kept.append(group)
+
+        statistics, cursor = await self.pipeline.batch(self.step, keep)
+        self.kept += kept
+        return statistics, kept, cursor
+
+
+def fill(
+    script: Callable[[int, int], str], prompts: int, **more: Any
+) -> tuple[StepStatistics, list[Group], Engine, list[dict[str, Any]]]:
+    """The first batch."""
+
+    async def run() -> tuple[StepStatistics, list[Group], Engine, list[dict[str, Any]]]:
+        made = Run(script, prompts, **more)
+        try:
+            statistics, kept, _ = await made.batch()
+        finally:
+            made.pipeline.close()
+        return statistics, kept, made.engine, made.events
+
+    return asyncio.run(run())
+
+
+def indices(groups: list[Group]) -> list[int]:
+    return [group.index for group in groups]
+
+
+def test_groups_come_in_the_order_of_the_stream() -> None:
+    statistics, kept, engine, _ = fill(lambda number, seed: "g", 7)
+    assert [group.index for group in kept] == list(range(7))
+    assert len({seed for _, _, seed in engine.asked}) == 7
+    assert statistics.tally.dropped == 0
+
+
+def test_only_the_failed_sample_is_drawn_again_with_another_seed() -> None:
+    """Case 1: one sample of a group has no reward; the others stay."""
+    first = request_seed("0", "1/0")
+    _, kept, engine, events = fill(lambda number, seed: "n" if seed == first else "g", 3)
+    assert [group.index for group in kept] == [0, 1, 2]
+    assert all(len(group.samples) == 2 for group in kept)
+    assert [(n, samples) for n, samples, _ in engine.asked if n == 1] == [(1, 2), (1, 1)]
+    assert events == []
+
+
+@pytest.mark.parametrize("letter", ["n", "x"])
+def test_a_prompt_without_rewards_is_dropped_counted_and_replaced(letter: str) -> None:
+    statistics, kept, engine, events = fill(lambda number, seed: letter if number == 1 else "g", 3)
+    assert [group.index for group in kept] == [0, 2, 3]
+    assert statistics.metrics(5)["rollout/dropped_samples"] == 2
+    assert len([1 for number, _, _ in engine.asked if number == 1]) == 3
+    assert [event["event"] for event in events] == ["sample_dropped"]
+    assert ("returned None" if letter == "n" else "no reward for x") in events[0]["reasons"][0]
+
+
+def test_when_nothing_is_scored_the_step_ends_with_the_share() -> None:
+    with pytest.raises(
+        TooManyLost,
+        match=r"6 of 6 prompts \(100%\) gave no group of samples: \d+ x data.reward=.*reward_of returned None",
+    ):
+        fill(lambda number, seed: "n", 2)
+
+
+def test_bad_responses_are_tries_too() -> None:
+    def script(number: int, seed: int) -> str:
+        if number == 0 and seed == request_seed("0", "0/0"):
+            raise BadResponse("no logprobs")
+        return "g"
+
+    _, kept, engine, _ = fill(script, 2)
+    assert [group.index for group in kept] == [0, 1]
+    assert [samples for number, samples, _ in engine.asked if number == 0] == [2, 2]
+
+
+def test_groups_of_an_earlier_attempt_are_not_made_again() -> None:
+    _, kept, engine, _ = fill(lambda number, seed: "g", 4, written=frozenset({0, 1}))
+    assert [group.index for group in kept] == [2, 3]
+    assert {number for number, _, _ in engine.asked} == {2, 3}
+
+
+def test_an_error_of_one_prompt_ends_the_step() -> None:
+    def script(number: int, seed: int) -> str:
+        if number == 2:
+            raise RuntimeError("broken")
+        return "g"
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fill(script, 8)
+
+
+def test_metrics() -> None:
+    statistics, _, _, _ = fill(lambda number, seed: "g" if number == 0 or seed % 2 else "b", 2)
+    metrics = statistics.metrics(step=3)
+    assert metrics["rollout/raw_reward"] == 0.75
+    assert metrics["rollout/wait_time_ratio"] < 0.5
+    assert metrics["rollout/zero_std_ratio"] == 0.5
+    assert metrics["rollout/response_len/mean"] == 2.0
+    assert metrics["rollout/truncated_ratio"] == 0.0
+    assert (metrics["rollout/staleness/mean"], metrics["rollout/staleness/max"]) == (2.0, 2.0)
+    assert metrics["perf/rollout_tok_per_s"] == pytest.approx(8 / metrics["perf/rollout_time"])
+
+
+def test_a_sample_that_cannot_be_scored_does_not_drop_its_group() -> None:
+    """Case 1: that sample is given up and counted; the others of its group are trained on."""
+    first = {request_seed("0", f"1/{attempt}") for attempt in range(3)}
+    statistics, kept, engine, events = fill(lambda number, seed: "x" if seed in first else "g", 3, samples=4)
+    assert [len(group.samples) for group in kept] == [4, 3, 4]
+    assert [samples for number, samples, _ in engine.asked if number == 1] == [4, 1, 1]
+    assert statistics.metrics(1)["rollout/dropped_samples"] == 1
+    assert [(event["event"], event["samples"]) for event in events] == [("sample_dropped", 1)]
+
+
+def test_a_group_that_is_scored_together_is_scored_anew_as_a_whole() -> None:
+    first = request_seed("0", "0/0")
+    texts = {first: "a", first + 1: "n", first + 2: "b"}
+    _, kept, engine, _ = fill(lambda number, seed: texts.get(seed, "b"), 1, samples=3, reward="reward_group")
+    assert [samples for _, samples, _ in engine.asked] == [3, 1]
+    rewards = {chr(sample.token_ids[1]): sample.reward for sample in kept[0].samples}
+    assert rewards == {"a": pytest.approx(2 / 3), "b": pytest.approx(1 / 3)}
+
+
+def varied(number: int, seed: int) -> str:
+    """Groups of even prompts have rewards that differ, those of odd ones do not."""
+    return "g" if number % 2 or seed == request_seed("0", f"{number}/0") else "b"
+
+
+def test_groups_without_spread_are_replaced() -> None:
+    statistics, kept, _, _ = fill(varied, 4, group_filter="nonzero_std")
+    assert indices(kept) == [0, 2, 4, 6]
+    metrics = statistics.metrics(1)
+    assert metrics["rollout/filtered_groups"] == 3
+    assert metrics["rollout/zero_std_ratio"] == pytest.approx(3 / 7)
+    assert metrics["rollout/raw_reward"] == 0.5
+    assert metrics["rollout/unfiltered_reward"] == pytest.approx((4 * 0.5 + 3) / 7)
+    assert metrics["rollout/dropped_samples"] == 0
+
+
+def test_when_the_filter_keeps_nothing_the_error_reports_the_share() -> None:
+    """Case 4."""
+    with pytest.raises(TooManyLost, match=r"6 of 6 groups \(100%\) were filtered out: 6 x all rewards are equal"):
+        fill(lambda number, seed: "g", 2, group_filter="nonzero_std", filter_tries=3)
+
+
+def low_numbers(record: dict[str, Any], rewards: list[float]) -> bool:
+    if record["number"] == 3:
+        raise KeyError("three")
+    return record["number"] < 5 and len(rewards) == 2
+
+
+async def every_other(groups: list[Group]) -> list[bool]:
+    return [group.index % 2 == 0 for group in groups]
+
+
+def test_filters_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    statistics, kept, _, _ = fill(lambda number, seed: "g", 4, group_filter=f"{HERE}:low_numbers")
+    assert indices(kept) == [0, 1, 2, 4]
+    assert list(statistics.rejected) == [f"rollout.group_filter={HERE}:low_numbers raised KeyError: 'three'"]
+    assert "failed on group" in capsys.readouterr().err
+    statistics, kept, _, _ = fill(lambda number, seed: "g", 4, batch_filter=f"{HERE}:every_other")
+    assert indices(kept) == [0, 2, 4, 6]
+    assert statistics.metrics(1)["rollout/filtered_groups"] == 3
+    with pytest.raises(TooManyLost, match=r"nothing said no"):
+        fill(lambda number, seed: "g", 4, batch_filter=f"{HERE}:nothing", filter_tries=2)
+
+
+def nothing(groups: list[Group]) -> list[bool]:
+    return [group.index == 0 for group in groups]
+
+
+def of_another_length(groups: list[Group]) -> list[bool]:
+    return [True]
+
+
+def with_other_arguments(rewards: list[float], loss: float) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"batch_filter": f"{HERE}:of_another_length"}, "got 2 groups and must judge each"),
+        ({"group_filter": f"{HERE}:with_other_arguments"}, r"takes \['loss'\]; it is given rewards, record, group"),
+        ({"group_filter": f"{HERE}:nowhere"}, "has no nowhere"),
+        ({"generate": f"{HERE}:nothing"}, "must be an async function"),
+    ],
+)
+def test_what_no_other_try_would_mend_is_a_users_error(rollout: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fill(lambda number, seed: "g", 2, **rollout)
+
+
+def test_over_sampling_starts_more_and_gives_the_surplus_back() -> None:
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 3, over_sampling=2.0, concurrency=16)
+        never = asyncio.Event()
+        made.engine.hold = lambda number: never if number > 2 and made.served.version == 0 else None
+        statistics, kept, cursor = await made.batch()
+        assert indices(kept) == [0, 1, 2]
+        assert cursor == {"epoch": 0, "position": 3}
+        assert sorted(number for number, _, _ in made.engine.asked) == [0, 1, 2, 3, 4, 5]
+        made.served.set(1)
+        statistics, kept, cursor = await made.batch()
+        assert sorted(made.engine.cancelled) == [3, 4, 5]
+        assert indices(kept) == [3, 4, 5]
+        assert {sample.oldest_version for group in kept for sample in group.samples} == {1}
+        assert statistics.metrics(2)["rollout/discarded_samples"] == 6
+        assert statistics.metrics(2)["rollout/staleness/max"] == 0
+        assert cursor == {"epoch": 0, "position": 6}
+        made.pipeline.close()
+
+    asyncio.run(run())
+
+
+def test_no_prompt_starts_before_the_version_that_its_batch_allows() -> None:
+    """Strictly on-policy: nothing of the next batch is asked while this one is trained."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 2)
+        await made.batch()
+        next_batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.05)
+        assert sorted(number for number, _, _ in made.engine.asked) == [0, 1]
+        made.served.set(1)
+        statistics, kept, _ = await next_batch
+        assert indices(kept) == [2, 3]
+        assert statistics.waited >= 0.04
+        made.step += 1
+        with pytest.raises(WaitTimeout, match="waited 2 s for policy version 3 from the trainer"):
+            await made.batch()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_running_ahead_keeps_the_bound_exactly(staleness: int) -> None:
+    """The trainers are slow: generation goes on until the bound, and is let on by each version."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 3, staleness=staleness, steps=12, concurrency=64)
+        for step in range(1, 13):
+            if step - 1 - staleness > made.served.version:
+                made.served.set(step - 1 - staleness)
+            statistics, kept, cursor = await made.batch()
+            await asyncio.sleep(0.03)
+            ahead = {number // 3 + 1 for number, _, _ in made.engine.asked}
+            assert max(ahead) == min(made.served.version + 1 + staleness, 12), "as far as the bound, and no further"
+            assert indices(kept) == [3 * step - 3, 3 * step - 2, 3 * step - 1]
+            assert cursor == {"epoch": 0, "position": 3 * step}
+            assert statistics.metrics(step)["rollout/staleness/max"] <= staleness
+        staleness_of = [
+            step - sample.oldest_version
+            for step in range(12)
+            for group in made.kept[3 * step : 3 * step + 3]
+            for sample in group.samples
+        ]
+        assert max(staleness_of) == staleness
+        assert len({number for number, _, _ in made.engine.asked}) == len(made.engine.asked) == 36
+
+    asyncio.run(run())
+
+
+def test_samples_that_span_versions_are_marked_and_may_be_masked() -> None:
+    async def run(mask: bool) -> list[Group]:
+        made = Run(lambda number, seed: "gg", 1, staleness=1, mask_off_policy=mask)
+        first = asyncio.Event()
+        made.engine.hold = lambda number: first
+        batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.02)
+        made.served.set(1)
+        first.set()
+        statistics, kept, _ = await batch
+        made.pipeline.close()
+        assert statistics.metrics(1)["rollout/spanning_ratio"] == 1.0
+        return kept
+
+    for mask, loss_mask in ((False, [1, 1, 1]), (True, [0, 1, 1])):
+        (group,) = asyncio.run(run(mask))
+        for sample in group.samples:
+            assert sample.versions.tolist() == [[0, 0], [1, 1]]
+            assert sample.version_per_token().tolist() == [0, 1, 1]
+            assert sample.loss_mask.tolist() == loss_mask
+
+
+def test_an_engine_that_serves_older_weights_than_allowed_ends_the_run() -> None:
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 1, version=3)
+        made.engine.served = Served(1)
+        with pytest.raises(RuntimeError, match="sampled by version 1, older than 3"):
+            await made.batch()
+
+    asyncio.run(run())
+
+
+def test_a_resumed_batch_has_what_was_written_and_goes_on_behind_it() -> None:
+    """What lay between written groups was lost or filtered out by the earlier attempt: it is not asked again."""
+    _, kept, engine, _ = fill(lambda number, seed: "g", 4, written=frozenset({0, 3}))
+    assert indices(kept) == [4, 5]
+    assert {number for number, _, _ in engine.asked} == {4, 5}
+
+
+def test_seeds_of_requests_lie_far_apart() -> None:
+    seeds = sorted(
+        request_seed(root, f"{index}/{attempt}")
+        for root in ("1/train", "1/evaluation")
+        for index in range(500)
+        for attempt in range(3)
+    )
+    assert min(b - a for a, b in itertools.pairwise(seeds)) > 10_000
+    assert seeds[-1] < 2**62

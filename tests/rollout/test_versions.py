@@ -1,0 +1,82 @@
+"""Weights change under requests that run on a real engine: each token is labelled with the version that sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import EngineStack
+from tests.rollout.reference import logprobs
+from tests.rollout.sending import FolderSource
+from vime.buffer.control import EngineAddress
+from vime.config import TinyModel
+from vime.models.tiny import make_tiny
+from vime.rollout.client import Completion, RolloutClient, Sampling
+from vime.training.fleet import Fleet
+from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[257, 48 + i, 43, 50, 258] for i in range(24)]
+SAMPLES = 8
+
+
+def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: EngineStack, tmp_path: Path) -> None:
+    """Two updates by pause?mode=keep come upon 192 responses; transformers tells the models' logprobs apart."""
+    stack = engine_stack
+    other = tmp_path / "model"
+    make_tiny(TinyModel(context=128, initializer_range=0.08, seed=1), other)
+    models = {0: stack.model, 1: other, 2: stack.model}
+    source = FolderSource(stack.model)
+    fleet = Fleet([EngineAddress(index=0, url=stack.engine_url, world_size=1, incarnation=0)], stack.role.token, 60)
+    info = GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0)
+    sender = GlooTrainerTransfer.trainer_init(info, client=fleet, source=source)
+
+    def update(version: int) -> None:
+        source.tensors = FolderSource(models[version]).tensors
+        fleet.version = version
+        fleet.pause()
+        sender.send_weights()
+        fleet.reset_prefix_cache()
+        fleet.resume()
+
+    async def generate() -> list[list[Completion]]:
+        async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
+            jobs = [
+                asyncio.create_task(client.complete(prompt, SAMPLES, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
+                for i, prompt in enumerate(PROMPTS)
+            ]
+            for version in (1, 2):
+                await asyncio.sleep(1.0)
+                await asyncio.to_thread(update, version)
+            return await asyncio.gather(*jobs)
+
+    try:
+        update(0)
+        begun = time.monotonic()
+        answers = asyncio.run(generate())
+        print(f"{sum(len(c.token_ids) for a in answers for c in a)} tokens in {time.monotonic() - begun:.1f} s")
+    finally:
+        update(0)
+        sender.shutdown()
+        fleet.close()
+    labels = {tuple(completion.versions[:, 1].tolist()) for answer in answers for completion in answer}
+    assert (0, 1, 2) in labels, labels
+    boundaries = set()
+    for prompt, answer in zip(PROMPTS[::3], answers[::3], strict=True):
+        for completion in answer:
+            under = {path: logprobs(path, prompt, completion.token_ids) for path in (stack.model, other)}
+            ends = np.append(completion.versions[1:, 0], len(completion.token_ids))
+            for (begin, version), end in zip(completion.versions.tolist(), ends.tolist(), strict=True):
+                # Old tokens are part of the new weights' context: transformers scores the whole under each model.
+                np.testing.assert_allclose(
+                    completion.logprobs[begin:end], under[models[version]][begin:end], atol=5e-5, err_msg=str(version)
+                )
+                boundaries.add(begin)
+                others = under[other if models[version] == stack.model else stack.model]
+                assert np.abs(completion.logprobs[begin:end] - others[begin:end]).max() > 1e-3
+    assert len(boundaries) > 2, "requests had come to different lengths"

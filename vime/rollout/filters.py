@@ -1,0 +1,81 @@
+"""Which groups a batch is made of: dynamic sampling by a rule or by functions of the user's.
+
+A group filter is called with those of these arguments that it names: `rewards` (list of numbers), `record` (the
+source's own), `group` (all samples with their tokens); it returns whether to keep the group. A batch filter is called
+with `groups` (all groups of a batch) and returns a list that says of each whether to keep it. Both may be async.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vime.buffer.sample import Group
+from vime.config import Rollout
+from vime.errors import UserError
+from vime.import_path import load_function
+from vime.rollout.problem import Problem
+from vime.rollout.user_calls import CallFailed, UserCalls
+
+RESIDUE = 2.0**-20
+"""Rewards closer than this share of the largest are equal but for rounding; the advantages take them for that too."""
+
+
+class Filters:
+    """The filters of a run. Raises UserError when one cannot be had."""
+
+    def __init__(self, rollout: Rollout, calls: UserCalls) -> None:
+        self._timeout = rollout.reward_timeout
+        self._calls = calls
+        self._group_name, self._batch_name = rollout.group_filter, rollout.batch_filter
+        self._group: Callable[..., Any] | None = None
+        self._batch: Callable[..., Any] | None = None
+        self._takes: frozenset[str] = frozenset()
+        if self._group_name not in (None, "nonzero_std"):
+            assert self._group_name is not None
+            self._group = load_function(self._group_name, "rollout.group_filter")
+            self._takes = frozenset(inspect.signature(self._group).parameters)
+            strange = sorted(self._takes - {"rewards", "record", "group"})
+            if strange or not self._takes:
+                raise UserError(
+                    f"rollout.group_filter={self._group_name} takes {strange or 'nothing'};"
+                    " it is given rewards, record, group"
+                )
+        if self._batch_name is not None:
+            self._batch = load_function(self._batch_name, "rollout.batch_filter")
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether there is a batch filter, so that no group may be written before the batch is whole."""
+        return self._batch is not None
+
+    async def rejected(self, group: Group, problem: Problem) -> str | None:
+        """Why the batch may not have this group; None when it may."""
+        rewards = [sample.reward for sample in group.samples]
+        if self._group_name is None:
+            return None
+        if self._group is None:
+            spread = max(rewards) - min(rewards)
+            return "all rewards are equal" if spread <= RESIDUE * max(map(abs, rewards)) else None
+        offered = {"rewards": rewards, "record": problem.record, "group": group}
+        given = {name: offered[name] for name in self._takes}
+        try:
+            kept = await self._calls.call(self._group_name, self._group, self._timeout, f"group {group.uid}", **given)
+        except CallFailed as error:
+            return f"rollout.group_filter={error}"
+        return None if kept else f"rollout.group_filter={self._group_name} said no"
+
+    async def batch(self, groups: Sequence[Group]) -> list[str | None]:
+        """For each group of a batch why it may not have it, or None. Raises UserError for a list of another length."""
+        if self._batch is None:
+            return [None] * len(groups)
+        assert self._batch_name is not None
+        what = f"the {len(groups)} groups of a batch"
+        try:
+            kept = await self._calls.call(self._batch_name, self._batch, self._timeout, what, groups=list(groups))
+        except CallFailed as error:
+            return [f"rollout.batch_filter={error}"] * len(groups)
+        if not hasattr(kept, "__len__") or len(kept) != len(groups):
+            raise UserError(f"rollout.batch_filter={self._batch_name} got {len(groups)} groups and must judge each")
+        return [None if keep else f"rollout.batch_filter={self._batch_name} said no" for keep in kept]

@@ -1,0 +1,168 @@
+"""Calls of functions that the user wrote: apart from the event loop that serves requests, within a time limit.
+
+A blocking function runs in a daemon thread, of which there are at most `threads` at work; an async one runs in an event
+loop of its own thread, so that one that blocks it by mistake holds up no request. A thread cannot be killed: what hangs
+is left behind, and when too much has been left behind the run ends and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vime.errors import UserError
+
+MOST_ABANDONED = 64
+"""Calls that may hang for ever before the run ends."""
+BLOCKED_SECONDS = 2.0
+"""An event loop that does nothing for so long after a call's time is over is blocked by that call."""
+
+
+class CallFailed(Exception):
+    """A function of the user's raised, or took too long. The text names the function and what happened."""
+
+
+class UserCalls:
+    """Runs the user's functions. `threads`: blocking calls at work at once. `close` lets go of what still runs."""
+
+    def __init__(self, threads: int) -> None:
+        self._slots = asyncio.Semaphore(threads)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._abandoned = 0
+        self._printed: set[tuple[str, str, int]] = set()
+
+    async def call(self, name: str, function: Callable[..., Any], timeout: float, what: str, **arguments: Any) -> Any:
+        """`function(**arguments)`, awaited when it is async, for at most `timeout` seconds of its own time.
+
+        `name` is its import path; `what` says on which sample, for the traceback that each new kind of error leaves on
+        stderr. Raises CallFailed for whatever the function raises, SystemExit and StopIteration too, and when the time
+        is over; UserError as it is, and when more than MOST_ABANDONED calls hang.
+        """
+        function = functools.partial(function, **arguments)
+        if is_async(function):
+            return await self._in_loop(name, function, timeout, what)
+        async with self._slots:
+            return await self._in_thread(name, function, timeout, what)
+
+    def close(self) -> None:
+        """Ends the loop of async functions; threads that hang die with the process."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+    async def _in_thread(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
+        future: Future[Any] = Future()
+        threading.Thread(target=_settle, args=(future, function), daemon=True, name=f"vime {name}").start()
+        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout)
+        if not done:
+            self._abandon(name, timeout)
+            future.add_done_callback(self._returned)
+            raise CallFailed(f"{name} took more than {timeout:g} s")
+        return self._result(future, name, what)
+
+    async def _in_loop(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
+        loop = self._loop = self._loop or _start_loop()
+        future = asyncio.run_coroutine_threadsafe(_caught(function), loop)
+        wrapped = asyncio.wrap_future(future)
+        try:
+            done, _ = await asyncio.wait([wrapped], timeout=timeout)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if not done:
+            future.cancel()
+            if self._loop is loop and not await _alive(loop):
+                self._loop = None  # the next call starts another
+                self._abandon(name, timeout)
+            raise CallFailed(f"{name} took more than {timeout:g} s")
+        value, error = wrapped.result()
+        settled: Future[Any] = Future()
+        if error is None:
+            return value
+        settled.set_exception(error)
+        return self._result(settled, name, what)
+
+    def _result(self, future: Future[Any], name: str, what: str) -> Any:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        error = error.inner if isinstance(error, _Raised) else error
+        if isinstance(error, UserError):
+            raise error
+        self._print(name, error, what)
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise CallFailed(f"{name} raised {text}") from error
+
+    def _print(self, name: str, error: BaseException, what: str) -> None:
+        """The traceback, once for each function, type of error and place."""
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1] if frames else None
+        key = (f"{name} {type(error).__name__}", last.filename if last else "", (last.lineno or 0) if last else 0)
+        if key in self._printed:
+            return
+        self._printed.add(key)
+        text = "".join(traceback.format_exception(error))
+        print(f"{name} failed on {what} (further failures at this place are only counted):\n{text}", file=sys.stderr)
+
+    def _abandon(self, name: str, timeout: float) -> None:
+        self._abandoned += 1
+        if self._abandoned > MOST_ABANDONED:
+            raise UserError(f"{name}: {MOST_ABANDONED} calls hang, each for more than its limit of {timeout:g} s")
+
+    def _returned(self, future: Future[Any]) -> None:
+        self._abandoned -= 1
+
+
+class _Raised(Exception):
+    """Carries what a future cannot: StopIteration, SystemExit, KeyboardInterrupt."""
+
+    def __init__(self, inner: BaseException) -> None:
+        super().__init__(str(inner))
+        self.inner = inner
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await: an async function, a partial of one, or an object whose call is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose call is async
+    )
+
+
+def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        value = function()
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a reward ends the sample, not the thread's work
+        future.set_exception(_Raised(error))
+    else:
+        future.set_result(value)
+
+
+async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await function(), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - SystemExit would end the loop
+        return None, _Raised(error)
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="vime async calls").start()
+    return loop
+
+
+async def _alive(loop: asyncio.AbstractEventLoop) -> bool:
+    answered: Future[None] = Future()
+    loop.call_soon_threadsafe(answered.set_result, None)
+    done, _ = await asyncio.wait([asyncio.wrap_future(answered)], timeout=BLOCKED_SECONDS)
+    return bool(done)
