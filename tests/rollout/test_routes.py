@@ -14,7 +14,7 @@ from aiohttp import web
 
 from vime.models.routing import Routing, join_routes
 from vime.rollout.client import BadResponse, Completion, RolloutClient, Sampling, read_completions
-from vime.rollout.routes import BadRoutes, decode_routes
+from vime.rollout.routes import BadRoutes, Routes, decode_routes, routes_of_turns
 
 PROMPT = [1, 2, 3]
 ROUTING = Routing(layers=3, moe_layers=(1, 2), experts=8, top_k=2)
@@ -129,21 +129,25 @@ def test_case_13_a_resumed_sequence_has_each_position_once() -> None:
             join_routes(first, other)
 
 
+def answer_of(*choices: dict[str, Any]) -> dict[str, Any]:
+    return {"choices": list(choices), "policy_versions": {"start": 0, "ranges": {}}}
+
+
 def test_routes_are_those_of_their_own_choice() -> None:
-    first, second = read_completions({"choices": [choice(1), choice(0)]}, PROMPT, 2, ROUTING)
+    first, second = read_completions(answer_of(choice(1), choice(0)), PROMPT, 2, ROUTING)
     for index, completion in enumerate((first, second)):
         assert completion.routes is not None
         assert (completion.routes.ids[0] == engine_routes(5, seed=index)[:, 1]).all()
-    assert read_completions({"choices": [choice()]}, PROMPT, 1)[0].routes is None
+    assert read_completions(answer_of(choice()), PROMPT, 1)[0].routes is None
 
 
 def test_case_12_an_aborted_response_without_tokens_needs_no_routes() -> None:
     aborted = choice(token_ids=[], logprobs={"token_logprobs": []}, finish_reason="abort", routed_experts=None)
     with pytest.raises(BadResponse, match="finish_reason is 'abort'"):  # tried again, like any that was aborted
-        read_completions({"choices": [aborted]}, PROMPT, 1, ROUTING)
+        read_completions(answer_of(aborted), PROMPT, 1, ROUTING)
     for reason in ("stop", "length"):
         with pytest.raises(BadRoutes, match="no routed experts"):
-            read_completions({"choices": [choice(finish_reason=reason, routed_experts=None)]}, PROMPT, 1, ROUTING)
+            read_completions(answer_of(choice(finish_reason=reason, routed_experts=None)), PROMPT, 1, ROUTING)
 
 
 @pytest.mark.parametrize("good", [0, 1])
@@ -154,7 +158,7 @@ def test_case_11_the_first_response_without_routes_ends_it_and_names_the_engine(
         nonlocal asked
         asked += 1
         answer = choice() if asked <= good else choice(routed_experts=None)
-        return web.json_response({"choices": [answer]}, headers={"X-Vime-Engine": "10.0.0.7:8003"})
+        return web.json_response(answer_of(answer), headers={"X-Vime-Engine": "10.0.0.7:8003"})
 
     async def run() -> list[Completion]:
         application = web.Application()
@@ -184,3 +188,18 @@ def test_places_of_layers() -> None:
     assert routing.places((0, 1, 2)) == (0,)
     assert routing.places((3, 4, 5)) == (1, 2)
     assert routing.places((0, 1)) == ()
+
+
+def test_turns_are_joined_without_counting_a_position_twice() -> None:
+    """Case 13: segments (P + a), then (P + a + tool + b), each with the routes of the whole sequence."""
+    rng = np.random.default_rng(0)
+    first, second = (rng.integers(0, 8, (2, rows, 2)).astype(np.uint8) for rows in (9, 20))
+    joined = routes_of_turns([Routes(first, 3), Routes(second, 9)])
+    assert joined is not None
+    assert joined.first == 3, "where the coverage starts is declared"
+    assert joined.ids.shape == (2, 20, 2)
+    assert (joined.ids[:, :9] == first).all()
+    assert (joined.ids[:, 9:] == second[:, 9:]).all()
+    assert routes_of_turns([None, None]) is None
+    with pytest.raises(ValueError, match="begin at 10, those before it end at 9"):
+        routes_of_turns([Routes(first, 0), Routes(second, 10)])

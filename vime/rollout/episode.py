@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vime.errors import UserError
 from vime.rollout.client import Completion
 from vime.rollout.problem import Problem
-from vime.rollout.routes import Routes, join_routes
+from vime.rollout.routes import Routes, routes_of_turns
 from vime.rollout.turns import Turns
 
 Ask = Callable[[list[int], int, tuple[int, ...], tuple[str, ...]], Coroutine[Any, Any, Completion]]
@@ -161,7 +161,7 @@ class Episode:
             truncated=self._truncated,
             text=self._text,
             metadata=self.metadata,
-            routes=join_routes([completion.routes for _, completion in self._parts if completion is not None]),
+            routes=routes_of_turns([completion.routes for _, completion in self._parts if completion is not None]),
         )
 
 

@@ -87,8 +87,8 @@ class Generation:
         """The samples of one prompt, scored; None when fewer than `least` could be had within the tries.
 
         A sample whose request or reward failed is drawn again with another seed, the others of its group are kept; what
-        still fails after the last try is left out and counted. Raises UserError, RequestRefused, BadRoutes or WaitTimeout
-        for what another try would not mend.
+        still fails after the last try is left out and counted.
+        Raises UserError, RequestRefused, BadRoutes or WaitTimeout for what another try would not mend.
         """
         tally = Tally()
         drafts: list[Draft] = []

@@ -14,7 +14,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from vime.buffer.chunk import route_dtype
-from vime.models.routing import Routing
+from vime.models.routing import Routing, join_routes
 
 
 class BadRoutes(Exception):
@@ -50,22 +50,22 @@ def decode_routes(text: Any, tokens: int, routing: Routing) -> Routes:
     return Routes(_layers_first(array, routing), _first_routed(array, routing))
 
 
-def join_routes(turns: Sequence[Routes | None]) -> Routes | None:
+def routes_of_turns(turns: Sequence[Routes | None]) -> Routes | None:
     """The routes of a sequence that was sampled in several turns, each answered with those of all tokens until then.
 
-    Each position has the ids of the turn that computed it first, which is the one that its successor was sampled in or,
-    in text that a tool added, the next. None without routes. Raises ValueError when a turn leaves a hole.
+    None without routes. Raises ValueError when a turn leaves a hole behind the one before.
     """
-    known = [turn for turn in turns if turn is not None]
-    if len(known) < len(turns) or not known:
-        return None
-    parts, end = [], 0
-    for turn in known:
-        if end and turn.first > end:
-            raise ValueError(f"routes of a turn begin at position {turn.first}, those before it end at {end}")
-        parts.append(turn.ids[:, end:])
-        end = turn.ids.shape[1]
-    return Routes(np.concatenate(parts, axis=1), known[0].first)
+    joined: Routes | None = None
+    for turn in turns:
+        if turn is None:
+            return None
+        if joined is None:
+            joined = turn
+        elif turn.first > joined.ids.shape[1]:
+            raise ValueError(f"a turn's routes begin at {turn.first}, those before it end at {joined.ids.shape[1]}")
+        else:
+            joined = Routes(join_routes(joined.ids, turn.ids), joined.first)
+    return joined
 
 
 def _read_npy(text: str, wanted: tuple[int, ...]) -> NDArray[Any]:
