@@ -239,6 +239,8 @@ def _absolute(section: S, base: Path) -> S:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             changes[name] = _absolute(value, base)
+        elif isinstance(value, dict) and any(isinstance(one, BaseModel) for one in value.values()):
+            changes[name] = {key: _absolute(one, base) for key, one in value.items()}
         elif isinstance(value, Path):
             changes[name] = base / _expanded(value)
     if isinstance(section, Model) and section.warmup is not None and "/" in section.warmup:

@@ -271,6 +271,11 @@ class Config(Section):
             raise ValueError("algorithm.routing_replay replays what engines chose, and sft has none: set it to false")
         if (self.rollout.engines == 0) != (self.algorithm.name == "sft"):
             raise ValueError("rollout.engines is 0 with algorithm.name=sft, and only then")
+        unscored = [name for name, one in self.evaluation.datasets.items() if one.reward is None]
+        if unscored and self.data.reward == "task":
+            raise ValueError(
+                f"evaluation.datasets.{unscored[0]} needs a reward of its own: data.reward=task scores its task's answers"
+            )
         if self.rollout.top_p < 1 and self.algorithm.name != "sft":
             raise ValueError(
                 f"rollout.top_p={self.rollout.top_p} biases the policy gradient: only 1 is supported for training"

@@ -41,6 +41,9 @@ def test_jsonl_is_read_as_a_person_means_it(tmp_path: Path) -> None:
         (b'{"prompt": "x"', "prompts.jsonl:3: not JSON"),
         (b'["x"]', "prompts.jsonl:3: a record is a JSON object, this is a list"),
         (b'{"prompt": "\xff", "answer": "1"}', "prompts.jsonl:3: not UTF-8"),
+        (b'{"prompt": "\\ud83d", "answer": "1"}', "prompts.jsonl:3: half a character"),
+        (b'{"prompt": "x", "answer": "\\ud83d"}', "prompts.jsonl:3: half a character"),
+        (b'{"prompt": "x", "answer": ' + b"[" * 100_000, "prompts.jsonl:3: nested too deeply"),
     ],
 )
 def test_a_bad_record_is_refused_with_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
@@ -98,3 +101,12 @@ def test_a_source_of_the_users() -> None:
 def test_a_wrong_task_is_a_users_error(data: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_problems(Data.model_validate(data), 0)
+
+
+def test_a_bound_reads_whole_lines_only(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n{"nonsense')
+    assert [p.prompt for p in read_jsonl(file, "prompt", "answer", most_bytes=65)] == ["a", "b"]
+    assert [p.prompt for p in read_jsonl(file, "prompt", "answer", most_bytes=50)] == ["a"]
+    with pytest.raises(UserError, match=":3: not JSON"):
+        read_jsonl(file, "prompt", "answer", most_bytes=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vime.config import Config
 from vime.errors import UserError
+from vime.rollout.check import check_data
 
 
 def check_ready(config: Config) -> None:
@@ -24,3 +25,4 @@ def check_ready(config: Config) -> None:
         from vime.models.family import architecture
 
         architecture(model.path)
+    check_data(config)

@@ -58,9 +58,14 @@ def _reasoning_gym(data: Data, seed: int) -> list[Problem]:
 
     try:
         dataset = reasoning_gym.create_dataset(data.task, size=data.size, seed=seed, **data.task_args)
-    except (ValueError, TypeError, AssertionError) as error:
+    except Exception as error:
         raise UserError(f"data.task={data.task} with data.task_args={data.task_args}: {error}") from error
     return [Problem(fill_template(data.template, entry), str(entry["answer"]), dict(entry)) for entry in dataset]
+
+
+def check_task(data: Data) -> None:
+    """Make one problem of the reasoning_gym task. Raises UserError for a wrong task, argument or template."""
+    _reasoning_gym(data.model_copy(update={"size": 1}), 0)
 
 
 def fill_template(template: str, entry: dict[str, Any]) -> str:
@@ -74,17 +79,21 @@ def fill_template(template: str, entry: dict[str, Any]) -> str:
     }
     try:
         return template.format_map(values)
-    except (KeyError, IndexError, ValueError) as error:
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"data.template={template!r}: {error!r}; it may name {', '.join(sorted(values))}") from error
 
 
-def read_jsonl(path: Path, prompt_key: str, answer_key: str) -> list[Problem]:
+def read_jsonl(path: Path, prompt_key: str, answer_key: str, most_bytes: int | None = None) -> list[Problem]:
     """The records of a JSONL file, one JSON object a line in UTF-8. Blank lines, CRLF and a byte-order mark are fine.
 
+    With `most_bytes` only the whole lines among so many first bytes are read.
     Raises UserError with file and line for a line that is no JSON object, or has no prompt or no answer under its key.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read() if most_bytes is None else file.read(most_bytes)
+            if most_bytes is not None and file.read(1):
+                content = content[: content.rfind(b"\n") + 1]
     except OSError as error:
         raise UserError(f"{path}: {os.strerror(error.errno or 0)}") from error
     # Only \n ends a line here: str.splitlines would also split at U+2028 and its like, which JSON allows in a string.
@@ -104,6 +113,8 @@ def _record(line: bytes, where: str, prompt_key: str, answer_key: str) -> Proble
         raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply to be read") from error
     return problem_of(record, where, prompt_key, answer_key)
 
 
@@ -123,6 +134,12 @@ def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Pro
         raise UserError(f"{where}: {prompt_key!r} must be a text or a list of messages, and not empty")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise UserError(f"{where}: {answer_key!r} must be a text or a number")
+    try:
+        json.dumps([prompt, answer], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: half a character (a lone surrogate such as \\ud83d) cannot be tokenised") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {prompt_key!r} is not JSON: {error}") from error
     return Problem(prompt, str(answer), record)
 
 
@@ -131,7 +148,7 @@ def _custom(data: Data, seed: int) -> list[Problem]:
     function = load_function(data.source, "data.source")
     try:
         records = list(function(data, seed))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"data.source={data.source} raised {type(error).__name__}: {error}") from error
     return [
         problem_of(record, f"data.source={data.source}, record {i}", data.prompt_key, data.answer_key)

@@ -1,0 +1,98 @@
+"""What can be known to be wrong with a run's data and custom logic before it is submitted.
+
+Nothing of the user's is executed: a module is found as Python would find it, and its source is read for the name. JSONL
+files are read up to a bound. What cannot be seen from here, such as a package of the cluster's container, is left to
+the generator, which checks everything before it waits for anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+from vime.config import Config, Data
+from vime.errors import UserError
+from vime.rollout.sources import check_task, read_jsonl
+from vime.suggest import did_you_mean
+
+MOST_BYTES = 64 << 20
+"""Of a JSONL file that are read before a submission: about a second."""
+
+
+def check_data(config: Config) -> None:
+    """Refuse what the generator would refuse a minute later. Raises UserError with one line."""
+    data, rollout = config.data, config.rollout
+    contained = config.cluster.scheduler == "slurm" and config.cluster.container.kind != "none"
+    for field, path in (
+        ("data.source", data.source),
+        ("data.format", data.format),
+        ("data.reward", data.reward),
+        ("rollout.generate", rollout.generate),
+        ("rollout.group_filter", rollout.group_filter),
+        ("rollout.batch_filter", rollout.batch_filter),
+        *((f"evaluation.datasets.{name}.reward", one.reward) for name, one in config.evaluation.datasets.items()),
+    ):
+        if path is not None and ":" in path and not contained:
+            check_function(path, field)
+    if data.source == "reasoning_gym":
+        _check_task(data)
+    if data.source == "jsonl" and data.path is not None:
+        _check_file(data.path, data)
+    if data.source == "jsonl" and data.eval_path is not None:
+        _check_file(data.eval_path, data)
+    for one in config.evaluation.datasets.values():
+        _check_file(one.path, data)
+
+
+def check_function(path: str, field: str) -> None:
+    """Find the module of an import path and, if its source can be read, the function in it. Raises UserError."""
+    module, _, name = path.partition(":")
+    here = str(Path.cwd())  # roles are started here with `python -m`, which looks here first
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception as error:
+        raise UserError(f"{field}={path}: finding {module} failed: {type(error).__name__}: {error}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    if spec is None:
+        raise UserError(f"{field}={path}: there is no module {module} in {here} or where Python looks (PYTHONPATH)")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    try:
+        names = top_level_names(Path(spec.origin).read_bytes())
+    except SyntaxError as error:
+        raise UserError(f"{field}={path}: {spec.origin}:{error.lineno}: {error.msg}") from error
+    if names is not None and name not in names:
+        raise UserError(f"{field}={path}: {module} has no {name}{did_you_mean(name, sorted(names))}")
+
+
+def top_level_names(source: bytes) -> set[str] | None:
+    """What a module defines or imports by name; None when that cannot be told from its source."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("globals", "setattr"):
+            return None
+    return None if names & {"*", "__getattr__"} else names
+
+
+def _check_file(path: Path, data: Data) -> None:
+    read_jsonl(path, data.prompt_key, data.answer_key, MOST_BYTES)
+
+
+def _check_task(data: Data) -> None:
+    try:
+        check_task(data)
+    except ModuleNotFoundError:
+        pass  # a login node without reasoning_gym
