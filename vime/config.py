@@ -274,7 +274,8 @@ class Config(Section):
         unscored = [name for name, one in self.evaluation.datasets.items() if one.reward is None]
         if unscored and self.data.reward == "task":
             raise ValueError(
-                f"evaluation.datasets.{unscored[0]} needs a reward of its own: data.reward=task scores its task's answers"
+                f"evaluation.datasets.{unscored[0]} needs a reward of its own:"
+                " data.reward=task scores its own task's answers"
             )
         if self.rollout.top_p < 1 and self.algorithm.name != "sft":
             raise ValueError(

@@ -29,6 +29,8 @@ def check_data(config: Config) -> None:
         ("data.source", data.source),
         ("data.format", data.format),
         ("data.reward", data.reward),
+        ("algorithm.advantage", config.algorithm.advantage),
+        ("algorithm.loss", config.algorithm.loss),
         ("rollout.generate", rollout.generate),
         ("rollout.group_filter", rollout.group_filter),
         ("rollout.batch_filter", rollout.batch_filter),
