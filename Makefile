@@ -31,7 +31,7 @@ lint: dev
 	@$(PY) -m ruff check launch.py vime tests $(wildcard benchmarks)
 	@$(PY) -m mypy
 
-bench: venv
+bench: dev
 	@$(PY) -m benchmarks $(ARGS)
 
 venv: $(VENV_STAMP)

@@ -60,6 +60,8 @@ class Algorithm(Section):
     """Estimator of that divergence. In a reward k1 is the usual one; in a loss its gradient is zero on average."""
     kl_clamp: float | None = Field(None, gt=0)
     """Largest |estimate| of a token. null: all."""
+    kl_unbiased: bool = False
+    """In the loss, multiply a token's estimate by its probability ratio: its gradient is then the divergence's own."""
     reference: Literal["initial"] | Path = "initial"
     """The reference policy: the initial one, or a Hugging Face folder of the same vocabulary."""
     reference_refresh: int = Field(0, ge=0)
@@ -129,6 +131,8 @@ class Algorithm(Section):
                 f"algorithm.clip_dual={self.clip_dual:g} is for algorithm.loss=clip, and above"
                 f" 1 + clip_high = {1 + self.clip_high:g}"
             )
+        if self.kl_unbiased and self.kl_in == "reward":
+            raise ValueError("algorithm.kl_unbiased is for algorithm.kl_in=loss: a reward has no gradient")
         if self.reference_refresh and not self.needs_reference:
             raise ValueError("algorithm.reference_refresh needs a reference: algorithm.kl_coefficient above 0")
         if self.importance_sampling != "off" and self.old_logprobs == "rollout":

@@ -171,6 +171,22 @@ def test_a_clamped_estimate_has_no_gradient_beyond() -> None:
     assert new.grad.tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_unbiased_estimate_has_the_divergence_s_gradient(estimator: Literal["k1", "k2", "k3"]) -> None:
+    # Sampled from an older policy: the sum over all words of p_old * estimate is exact.
+    logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64).log_softmax(0)
+    old = torch.tensor([0.5, 0.1, -0.4], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    wanted = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0]
+    estimate = kl_estimate(logp, reference, estimator, torch.ones(3), old_logprobs=old)
+    seen = torch.autograd.grad((old.exp() * estimate).sum(), logits)[0]
+    if estimator == "k2":  # which is biased itself
+        assert not torch.allclose(seen, wanted)
+    else:
+        torch.testing.assert_close(seen, wanted)
+
+
 def test_k3_keeps_its_digits_near_zero() -> None:
     # d = 1e-3: exp(d) - 1 - d = 5.0017e-7, which float32's exp(d) - 1 would give to one digit.
     assert kl_estimate(f32(0.0), f32(1e-3), "k3", torch.ones(1)).item() == pytest.approx(5.0017e-7, rel=1e-3)

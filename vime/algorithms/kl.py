@@ -16,12 +16,15 @@ def kl_estimate(
     estimator: Literal["k1", "k2", "k3"],
     mask: Tensor,
     clamp: float | None = None,
+    old_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Estimate [T] of KL(p || p_ref), with d = log p_ref - log p of tokens sampled from p; 0 outside the mask.
 
     k1 = -d: unbiased, large variance, may be negative. As a loss its expected gradient is zero: it is for rewards.
     k2 = d**2 / 2: biased, never negative; its gradient is an unbiased estimate of the divergence's.
     k3 = exp(d) - 1 - d: unbiased and never negative; d is clamped to +-20.
+    old_logprobs: of the policy that sampled the tokens. With them the estimate is multiplied by the ratio p / p_old,
+    and the expected gradient of k1 and k3 is that of the divergence. Source: DeepSeek-V3.2, arXiv 2512.02556.
     clamp: brings each estimate to within +-clamp, without gradient beyond: one token cannot rule the batch.
 
     Source: J. Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html; k3 in the loss as in arXiv
@@ -38,4 +41,9 @@ def kl_estimate(
             bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
             # expm1: exp(d) - 1 loses every digit of a small d in float32, and k3 is of order d**2.
             estimate = bounded.expm1() - bounded
-    return estimate if clamp is None else estimate.clamp(-clamp, clamp)
+    if clamp is not None:
+        estimate = estimate.clamp(-clamp, clamp)
+    if old_logprobs is None:
+        return estimate
+    ratio = kept(logprobs, keep, "logprobs") - kept(old_logprobs.detach(), keep, "old_logprobs")
+    return estimate * ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

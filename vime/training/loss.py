@@ -73,7 +73,14 @@ def microbatch_loss(output: Tensor, experience: Experience, algorithm: Algorithm
     policy = weighted_sum(per_token, weights)
     loss = policy
     if experience.reference is not None:
-        estimates = kl_estimate(logprobs, experience.reference, algorithm.kl_estimator, trained, algorithm.kl_clamp)
+        estimates = kl_estimate(
+            logprobs,
+            experience.reference,
+            algorithm.kl_estimator,
+            trained,
+            algorithm.kl_clamp,
+            _old(logprobs, microbatch, algorithm) if algorithm.kl_unbiased else None,
+        )
         kl = weighted_sum(estimates, weights)
         sums[Sum.KL] = kl
         if algorithm.kl_in == "loss":
@@ -90,14 +97,7 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     microbatch, advantages = experience.microbatch, experience.advantages
     assert advantages is not None, "the last stage knows its advantages"
     rollout, shares, trained = microbatch.pack.rollout_logprobs, microbatch.shares, microbatch.weights > 0
-    # One update a batch: the policy before the step is the one that is differentiated, so no other pass is needed.
-    before = logprobs.detach()
-    from_rollout = {
-        "auto": microbatch.stale,
-        "trainer": torch.zeros_like(microbatch.stale),
-        "rollout": torch.ones_like(microbatch.stale),
-    }[algorithm.old_logprobs]
-    old = torch.where(from_rollout, rollout, before)
+    before, old = logprobs.detach(), _old(logprobs, microbatch, algorithm)
     sums: dict[Sum, Tensor] = {}
     if experience.teacher is not None:
         gap = kept(experience.teacher, trained, "teacher_logprobs") - kept(before, trained, "logprobs")
@@ -112,7 +112,7 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     if algorithm.importance_sampling != "off":
         weight, _ = importance_weights(mismatch, of_sample, algorithm.importance_sampling, *bounds)
         # A ratio from the engine's logprob corrects for the engine by itself.
-        per_token = torch.where(from_rollout, per_token, per_token * weight)
+        per_token = torch.where(_from_rollout(microbatch, algorithm), per_token, per_token * weight)
     change = torch.where(trained, before - old, torch.zeros_like(old))
     values = {
         Sum.CLIPPED: clipped.float(),
@@ -125,6 +125,25 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
         Sum.OUTSIDE_SEQUENCE: outside_sequence.float(),
     }
     return per_token, sums | {name: weighted_sum(value, shares) for name, value in values.items()}
+
+
+def _from_rollout(microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
+    """Bool [T]: whose old logprob is the engine's."""
+    match algorithm.old_logprobs:
+        case "auto":
+            return microbatch.stale
+        case "trainer":
+            return torch.zeros_like(microbatch.stale)
+        case "rollout":
+            return torch.ones_like(microbatch.stale)
+
+
+def _old(logprobs: Tensor, microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
+    """Logprobs [T] of the policy that ratios are taken from.
+
+    One update a batch: the policy before the step is the one that is differentiated, so no other pass is needed.
+    """
+    return torch.where(_from_rollout(microbatch, algorithm), microbatch.pack.rollout_logprobs, logprobs.detach())
 
 
 def _loss(
