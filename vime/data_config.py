@@ -67,6 +67,9 @@ class Data(Section):
                 "data.reward=task is reasoning_gym's scorer;"
                 " with another source use math_verify, exact, choice, format, remote or module:function"
             )
+        for name in ("tools", "chat_args"):
+            if getattr(self, name) and self.format == "text":
+                raise ValueError(f"data.{name} is for chat templates, and data.format is text; use data.format=chat")
         if (self.reward == "remote") != (self.reward_url is not None):
             raise ValueError("data.reward=remote and data.reward_url belong together")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vime.section import ImportPath, Section
 
@@ -70,12 +70,20 @@ class Rollout(Section):
     engine_args: dict[str, Any] = {}
     """Further vLLM server arguments by their long name, such as {max_num_seqs: 128}."""
 
+    @model_validator(mode="after")
+    def _filter_can_keep_some(self) -> Rollout:
+        if self.group_filter == "nonzero_std" and self.samples_per_prompt < 2:
+            raise ValueError("rollout.group_filter=nonzero_std refuses every group of rollout.samples_per_prompt=1")
+        return self
+
 
 class Buffer(Section):
     """The bridge between the speeds of generation and training."""
 
     max_staleness: int = Field(0, ge=0)
-    """How many versions a batch may lag behind the policy it trains. 0 is strictly on-policy."""
+    """How many versions a batch may lag behind the policy it trains. 0: strictly on-policy, trainers and engines take
+    turns. 1: the next batch is generated while one is trained. k: generation goes on through the weight updates, up to
+    k versions ahead."""
     max_bytes: int = Field(1 << 34, ge=1 << 20)
     """Unconsumed data at which the generator waits."""
     groups_per_chunk: int = Field(8, ge=1)

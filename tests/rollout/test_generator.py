@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conftest import EngineStack, start_role
 from tests.rollout.reference import logprobs
+from vime.buffer.control import Control
 from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
+from vime.compose import dump_resolved
+from vime.config import Buffer, Evaluation
 from vime.rollout.format import load_tokenizer
 from vime.rollout.sources import load_problems
+from vime.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 
 
-def train_nothing(stack: EngineStack) -> None:
+def train_nothing(stack: EngineStack, seconds: float = 0.0) -> None:
     """What the trainers say to the generator, without training: each batch is consumed and makes the next version."""
     control = stack.control.clone()
     position = control.posted()
@@ -31,6 +37,7 @@ def train_nothing(stack: EngineStack) -> None:
         assert message.kind == "batch"
         assert message.step == step
         position += 1
+        time.sleep(seconds)
         control.publish_consumed(step)
         serve_version(stack, step)
         control.publish_version(step)
@@ -94,3 +101,40 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     assert evaluations[0]["accuracy"] == evaluations[1]["accuracy"]
     assert evaluations[0]["mean_reward"] == evaluations[1]["mean_reward"]
     assert evaluations[0]["pass_at"] == {"1": evaluations[0]["accuracy"]}
+
+
+def test_a_run_ahead_evaluates_each_due_version_once(engine_stack: EngineStack, tmp_path: Path) -> None:
+    """Two versions ahead of trainers that take a while; the answers of an evaluation are all of its version."""
+    stack = engine_stack
+    config = stack.config.model_copy(
+        update={
+            "buffer": Buffer(max_staleness=2, groups_per_chunk=2),
+            "training": stack.config.training.model_copy(update={"steps": 5}),
+            "evaluation": Evaluation(prompts=4, every=2, samples_per_prompt=2),
+        }
+    )
+    run_dir = RunDir.create(tmp_path, "run", "test")
+    run_dir.config.write_text(dump_resolved(config))
+    role = replace(stack.role, run_dir=run_dir.path, name="generator", attempt=2)  # keys of the store of its own
+    control = Control.connect(role, 30)
+    control.publish_router(stack.router_url)
+    slow = replace(stack, config=config, run_dir=run_dir, control=control, role=role)
+    trainer = threading.Thread(target=train_nothing, args=(slow, 0.5), daemon=True)
+    trainer.start()
+    generator = start_role(role, "vime.rollout.generator")
+    log = run_dir.log("generator", 0, 2)
+    try:
+        assert generator.wait(180) == 0, log.read_text()[-3000:]
+    finally:
+        generator.kill()
+    trainer.join(10)
+    serve_version(stack, 0)
+    events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    assert [event["version"] for event in evaluations] == [0, 2, 4, 5]
+    assert {event["samples"] for event in evaluations} == {8}
+    manifests = committed(run_dir.buffer)
+    assert [manifest.step for manifest in manifests] == [1, 2, 3, 4, 5]
+    staleness = [manifest.metrics["rollout/staleness/max"] for manifest in manifests]
+    assert max(staleness) == 2, "it ran ahead, to the bound"
+    assert sorted({entry.group for manifest in manifests for entry in manifest.samples}) == list(range(20))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.conftest import EngineStack
@@ -80,3 +81,33 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: 
                 others = under[other if models[version] == stack.model else stack.model]
                 assert np.abs(completion.logprobs[begin:end] - others[begin:end]).max() > 1e-3
     assert len(boundaries) > 2, "requests had come to different lengths"
+
+
+def test_an_engine_stops_working_on_what_nobody_waits_for(engine_stack: EngineStack) -> None:
+    """A cancelled request passes guard and router and ends in the engine: over-sampling must not cost its surplus."""
+    stack = engine_stack
+    processes = [psutil.Process(stack.engine.pid), *psutil.Process(stack.engine.pid).children(recursive=True)]
+
+    def worked() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    async def run() -> tuple[float, float]:
+        async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
+            jobs = [
+                asyncio.create_task(client.complete(prompt, 64, 120, Sampling(1.0, 1.0, ()), seed=1 << 40 | i))
+                for i, prompt in enumerate(PROMPTS)
+            ]
+            await asyncio.sleep(1)
+            begun = worked()
+            await asyncio.sleep(1.5)
+            busy = worked() - begun
+            assert not any(job.done() for job in jobs), "the work is too little for this test"
+            for job in jobs:
+                job.cancel()
+            await asyncio.sleep(2)
+            begun = worked()
+            await asyncio.sleep(1.5)
+            return busy, worked() - begun
+
+    busy, idle = asyncio.run(run())
+    assert idle < 0.3 * busy, (busy, idle)

@@ -45,8 +45,8 @@ async def serve(role: Role, config: Config) -> int:
     port, metrics_port = reserve_port(LOOPBACK), reserve_port(LOOPBACK)
     backend = _start_backend(urls, port, metrics_port, config)
     guard = Guard(port.url, role.token, config.rollout.request_timeout)
-    # A request that an engine still works on when the run ends is nobody's any more.
-    runner = web.AppRunner(guard.application(), access_log=None, shutdown_timeout=1.0)
+    # A request whose asker is gone, or that an engine still works on when the run ends, is nobody's any more.
+    runner = web.AppRunner(guard.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
         await _wait_ready(guard, backend, set(urls), timeout)
