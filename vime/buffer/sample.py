@@ -57,7 +57,7 @@ class Sample:
         if (len(self.versions) == 0) != (response == 0):
             raise ValueError(f"{len(self.versions)} version ranges for {response} response tokens")
         starts = self.versions[:, 0]
-        if len(starts) and (starts[0] != 0 or starts[-1] >= response or np.any(np.diff(starts) <= 0)):
+        if len(starts) and (starts[0] != 0 or starts[-1] >= response or (starts[1:] <= starts[:-1]).any()):
             raise ValueError(f"versions start at {starts.tolist()}: they must grow from 0 within {response} tokens")
         if not np.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}")

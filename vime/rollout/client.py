@@ -182,11 +182,14 @@ def read_completions(answer: Any, prompt: list[int], samples: int, routing: Rout
     versions = answer.get(VERSIONS)
     if not isinstance(versions, dict) or not isinstance(ranges := versions.get("ranges"), dict):
         raise BadResponse("the engine does not say which policy version sampled the response")
-    whole = [[0, versions.get("start")]]
-    return [_read_choice(by_index[i], prompt, ranges.get(str(i), whole), routing) for i in range(samples)]
+    whole = _read_versions([[0, versions.get("start")]])
+    rows = [_read_versions(ranges[str(i)]) if str(i) in ranges else whole for i in range(samples)]
+    return [_read_choice(by_index[i], prompt, rows[i], routing) for i in range(samples)]
 
 
-def _read_choice(choice: dict[str, Any], prompt: list[int], versions: Any, routing: Routing | None) -> Completion:
+def _read_choice(
+    choice: dict[str, Any], prompt: list[int], versions: NDArray[np.int32], routing: Routing | None
+) -> Completion:
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}")
@@ -207,14 +210,16 @@ def _read_choice(choice: dict[str, Any], prompt: list[int], versions: Any, routi
     routes = None
     if routing is not None:
         routes = decode_routes(choice.get("routed_experts"), len(prompt) + len(tokens), routing)
-    return Completion(tokens, values, reason, _read_versions(versions, len(tokens)), routes)
+    if len(versions) > 1:
+        versions = versions[versions[:, 0] < len(tokens)]  # an update after the last token sampled none
+    return Completion(tokens, values, reason, versions, routes)
 
 
-def _read_versions(rows: Any, length: int) -> NDArray[np.int32]:
+def _read_versions(rows: Any) -> NDArray[np.int32]:
     try:
         read = np.asarray(rows, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadResponse(f"policy versions are not rows of numbers: {error}") from error
-    if read.ndim != 2 or read.shape[1] != 2 or not len(read) or read[0, 0] != 0 or np.any(np.diff(read[:, 0]) <= 0):
+    if read.ndim != 2 or read.shape[1] != 2 or not len(read) or read[0, 0] != 0 or (read[1:, 0] <= read[:-1, 0]).any():
         raise BadResponse(f"policy versions {rows} are not rows (first position, version) from 0 on")
-    return read[read[:, 0] < length]  # an update after the last token sampled none
+    return read
