@@ -113,6 +113,37 @@ def test_its_report_reads(main_job: Outcome) -> None:
     assert data["steps"]["done"] == len(main_job.metrics)
 
 
+def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's functions, two versions ahead: the bound holds, and each due version is evaluated once on every set."""
+    chapter = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("## Your own logic")[2]
+    (tmp_path / "my_logic.py").write_text(chapter.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer": "4"}\n')
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    functions = {"data.source": "source", "data.format": "render", "data.reward": "score"}
+    outcome = finish(
+        start(
+            tmp_path,
+            *BRIEF,
+            *(f"{key}=my_logic:{name}" for key, name in functions.items()),
+            "rollout.generate=my_logic:generate",
+            "rollout.max_response_tokens=24",
+            "rollout.batch_filter=my_logic:balance",
+            "buffer.max_staleness=2",
+            "training.steps=5",
+            "evaluation.every=2",
+            f"evaluation.datasets={{hard: {{path: {tmp_path}/hard.jsonl, samples_per_prompt: 4}}}}",
+        )
+    )
+    assert outcome.code == 0, outcome.output
+    staleness = [line["rollout/staleness/max"] for line in outcome.metrics]
+    assert len(staleness) == 5
+    assert 1 <= max(staleness) <= 2
+    assert all(line["rollout/dropped_samples"] == 0 for line in outcome.metrics)
+    evaluations = [(event["dataset"], event["version"]) for event in outcome.events("evaluation")]
+    assert evaluations == [("hard", version) for version in (0, 2, 4, 5)]
+    assert all(set(event["pass_at"]) == {"1", "2", "4"} for event in outcome.events("evaluation"))
+
+
 @pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel"])
 def test_other_layouts_train_too(tmp_path: Path, layout: str) -> None:
     outcome = finish(start(tmp_path, *BRIEF, f"training.{layout}=2", "training.steps=2"))
