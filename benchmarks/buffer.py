@@ -138,7 +138,21 @@ def rows(measured: dict[str, Any]) -> list[Row]:
     copy, cached = f"{speed['copy']:.2f} GB/s copy, fsync", f"{speed['copy_cached']:.2f} GB/s copy"
     return [
         Row(f"write, {text}", f"{speed['write']:.2f} GB/s", copy, measured["write_vs_copy"], at_least=0.8),
+        *(
+            Row(f"  against {name}", f"{speed['write']:.2f} GB/s", f"{speed[f'{key}_write']:.2f} GB/s", measured[ratio])
+            for name, key, ratio in (
+                ("pickle", "pickle", "write_vs_pickle"),
+                ("torch.save", "torch", "write_vs_torch_save"),
+            )
+        ),
         Row("  read", f"{speed['read']:.2f} GB/s", cached, measured["read_vs_copy"], at_least=0.8),
+        *(
+            Row(f"  against {name}", f"{speed['read']:.2f} GB/s", f"{speed[f'{key}_read']:.2f} GB/s", measured[ratio])
+            for name, key, ratio in (
+                ("pickle", "pickle", "read_vs_pickle"),
+                ("torch.load", "torch", "read_vs_torch_save"),
+            )
+        ),
         Row(
             "  memory of a reader of 1/8", "growth of the process", "its share", measured["reader_memory_vs_share"],
             at_most=1.2,

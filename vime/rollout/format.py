@@ -62,7 +62,10 @@ def _chat(problem: Problem, tokenizer: Any, data: Data) -> list[int]:
             messages, tools=tools or data.tools or None, tokenize=False, add_generation_prompt=True, **data.chat_args
         )
     except Exception as error:
-        raise UserError(f"data.format=chat: the chat template failed: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"data.format=chat: the chat template failed on prompt {problem.uid}, {_short(problem)}:"
+            f" {type(error).__name__}: {error}"
+        ) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -78,11 +81,18 @@ def _custom(problem: Problem, tokenizer: Any, function: Callable[..., Any], name
     try:
         ids = list(function(problem.record, tokenizer))
     except Exception as error:
-        raise UserError(f"data.format={name} raised {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"data.format={name} raised {type(error).__name__}: {error}, on prompt {problem.uid}: {_short(problem)}"
+        ) from error
     size = len(tokenizer)
     if not all(isinstance(token, int) and 0 <= token < size for token in ids):
         raise UserError(f"data.format={name} must give a list of token ids from 0 to {size - 1}")
     return ids
+
+
+def _short(problem: Problem) -> str:
+    text = repr(problem.prompt)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _checked(ids: list[int], tokenizer: Any, what: str) -> list[int]:
