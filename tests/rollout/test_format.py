@@ -90,3 +90,31 @@ def test_a_format_of_the_users(tokenizer: Any) -> None:
 def test_messages_go_through_the_template(tokenizer: Any) -> None:
     render = make_format(Data(format="chat"), tokenizer)
     assert render(Problem([{"role": "user", "content": "1"}], "")) == render(Problem("1", ""))
+
+
+def test_tools_and_a_thinking_switch_reach_the_chat_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}[{{ tool['name'] }}]{% endfor %}{% if not enable_thinking %}/no_think {% endif %}"
+        "{{ messages[-1]['content'] }}"
+    )
+    data = Data(tools=[{"name": "add"}], tools_key="tools", chat_args={"enable_thinking": False})
+
+    def text(data: Data, record: dict[str, Any]) -> str:
+        return str(tokenizer.decode(make_format(data, tokenizer)(Problem("q", "", record))))
+
+    assert text(data, {}) == "[add]/no_think q"
+    assert text(data, {"tools": [{"name": "multiply"}]}) == "[multiply]/no_think q", "a record's own come first"
+    assert text(Data(chat_args={"enable_thinking": True}), {}) == "q"
+
+
+def test_an_error_of_a_format_names_the_prompt(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[5]['content'] + 1 }}"
+    with pytest.raises(UserError, match=r"chat template failed on prompt [0-9a-f]{16}, 'what is':.*UndefinedError"):
+        make_format(Data(), tokenizer)(Problem("what is", ""))
+    data = Data(format="tests.rollout.test_format:broken")
+    with pytest.raises(UserError, match=r"test_format:broken raised KeyError: 'x', on prompt [0-9a-f]{16}: 'what is'"):
+        make_format(data, tokenizer)(Problem("what is", ""))
+
+
+def broken(record: dict[str, Any], tokenizer: Any) -> list[int]:
+    return [record["x"]]

@@ -60,9 +60,7 @@ def _of_numbers(settings: Settings, metrics: Metrics) -> Iterator[str]:
             f"step {difference.first.step} already differs: trainer and engine logprobs are"
             f" {difference.first.value:.2g} apart, above weights.tolerance={tolerance:g}"
         )
-    # Tokens of an older version are compared with the version that trains on them: they may differ.
-    ahead = settings.integer("buffer.max_staleness") or 0
-    if not ahead and metrics.above_tolerance > (difference.first.value > tolerance):
+    if metrics.above_tolerance > (difference.first.value > tolerance):
         yield (
             f"logprob difference above weights.tolerance={tolerance:g} on {metrics.above_tolerance} of"
             f" {plural(difference.count, 'step')}, at worst {difference.worst.value:.2g} (step {difference.worst.step})"

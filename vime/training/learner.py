@@ -83,6 +83,8 @@ class Learner:
         if self.teacher is not None:
             names = names | {"train/opd_reverse_kl": Sum.TEACHER_KL}
         metrics |= {name: total[place] for name, place in names.items()}
+        if algorithm.name != "sft" and total[Sum.FRESH] > 0:
+            metrics["train/train_rollout_logprob_abs_diff"] = total[Sum.LOGPROB_DIFFERENCE] / total[Sum.FRESH]
         return metrics | {"train/grad_norm": updated.gradient_norm, "train/lr": updated.learning_rate}
 
     def _scores(self, packs: Sequence[Pack]) -> Scores:

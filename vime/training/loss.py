@@ -28,6 +28,7 @@ class Sum(IntEnum):
     ENTROPY = auto()
     CLIPPED = auto()
     LOGPROB_DIFFERENCE = auto()
+    FRESH = auto()
     OLD_KL = auto()
     RATIO = auto()
     MISMATCH_KL = auto()
@@ -45,7 +46,6 @@ METRICS = {
     "train/pg_clipfrac": Sum.CLIPPED,
 }
 ROLLOUT_METRICS = {
-    "train/train_rollout_logprob_abs_diff": Sum.LOGPROB_DIFFERENCE,
     "train/train_rollout_kl": Sum.MISMATCH_KL,
     "train/ppo_kl": Sum.OLD_KL,
     "train/ois": Sum.RATIO,
@@ -116,7 +116,9 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     change = torch.where(trained, before - old, torch.zeros_like(old))
     values = {
         Sum.CLIPPED: clipped.float(),
-        Sum.LOGPROB_DIFFERENCE: mismatch.abs(),
+        # Only weights that sampled a token can be asked whether they agree with the engine about it.
+        Sum.LOGPROB_DIFFERENCE: mismatch.abs() * ~microbatch.stale,
+        Sum.FRESH: (~microbatch.stale).float(),
         Sum.MISMATCH_KL: mismatch.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).expm1() - mismatch,
         Sum.OLD_KL: -change,
         Sum.RATIO: change.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(),
