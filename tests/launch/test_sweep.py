@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.launch.sweep import main, prepare_task, submit_sweep
+from vime.launch.array import prepare_task
+from vime.launch.sweep import main, submit_sweep
 from vime.run_dir import RunDir
 from vime.sweep import read_sweep
 
@@ -60,11 +61,21 @@ def test_the_array_s_command_asks_for_the_largest_combination(file: Path, capsys
     assert command.endswith(f"sbatch/sweep.sbatch {file} cluster=minislurm recipe=tiny_grpo")
 
 
-def test_a_task_that_does_not_fit_its_allocation_says_so(file: Path, tmp_path: Path) -> None:
+def test_a_task_that_does_not_fit_its_allocation_says_so(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = read_sweep(file, "minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs"])
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-    with pytest.raises(UserError, match="combination 1 needs an allocation of 3 nodes, this one has 2"):
-        prepare_task(sweep, 1, job)
+    needs = "combination 1 needs an allocation of 3 nodes, this one has 2"
+    with pytest.raises(UserError, match=f"{needs}; use: sbatch --array=0-1 .* --nodes=3 .* sbatch/sweep.sbatch x.yaml"):
+        prepare_task(sweep, 1, job, ["x.yaml"])
+    # Not the array's first task, which does something about it; and numbers that make no --array=FIRST-LAST:STEP.
+    array = {"ARRAY_JOB_ID": "6", "ARRAY_TASK_MIN": "0", "ARRAY_TASK_MAX": "1", "ARRAY_TASK_COUNT": "2"}
+    job |= {f"SLURM_{name}": value for name, value in array.items()}
+    assert prepare_task(sweep, 1, job) is None
+    assert f"{needs}; task 0 of this array submits it again" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"{needs}; use: sbatch --array=0-1 "):
+        prepare_task(sweep, 1, job | {"SLURM_ARRAY_TASK_COUNT": "5"})
     with pytest.raises(UserError, match="task 2: the sweep has 2 combinations; use --array=0-1"):
         prepare_task(sweep, 2, job)
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from submitit.core.core import InfoWatcher
@@ -106,20 +106,20 @@ class VimeExecutor(SlurmExecutor):
     def _submit_command(self, command: str) -> VimeJob:
         """Write submission.sbatch and submit exactly that. Raises UserError with what sbatch says."""
         write_atomic(self._run.submission, self._make_submission_file_text(command, ""))
-        job_id = submit_script(self._run.submission)
+        job_id = sbatch([str(self._run.submission)])
         write_atomic(self._run.submitit / JOB_FILE, f"{job_id}\n")
         return job_of(self._run, job_id, self._config)
 
 
-def submit_script(script: Path) -> str:
-    """sbatch a script, as from a login shell; the id of the job, of a heterogeneous one the leader's.
+def sbatch(arguments: Sequence[str]) -> str:
+    """sbatch as from a login shell; the id of the job, of a heterogeneous one the leader's.
 
     Raises UserError with sbatch's own words when it refuses.
     """
     environ = submission_environment(os.environ)
     try:
         done = subprocess.run(
-            ["sbatch", str(script)], env=environ, capture_output=True, text=True, timeout=3 * ASK_TIMEOUT, check=False
+            ["sbatch", *arguments], env=environ, capture_output=True, text=True, timeout=3 * ASK_TIMEOUT, check=False
         )
     except FileNotFoundError:
         raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None

@@ -1,14 +1,15 @@
-"""The runs of a sweep: submitted in lanes, one after another on this machine, or each as a task of a job array.
+"""The runs of a sweep: submitted in lanes, or one after another on this machine.
 
 `python -m vime.launch.sweep SWEEP.yaml [cluster=NAME] [recipe=NAME] [dotted.key=value ...]` shows the sweep and the
-sbatch command for it. With `--task N` it makes task N ready inside its allocation and prints the script to go on with;
-sbatch/sweep.sbatch does that.
+sbatch command for it as a job array (`vime.launch.array`). With `--task N` it makes task N ready inside its allocation
+and prints the script to go on with; sbatch/sweep.sbatch does that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,20 +19,19 @@ from typing import Any
 
 from rich.console import Console
 from submitit.core.core import Job
-from submitit.core.utils import DelayedSubmission, JobPaths
 
 from vime.compose import refuse_repeated
 from vime.errors import UserError
+from vime.launch.array import LAYOUT, array_command, array_tasks, prepare_task
 from vime.launch.failure import launcher_failure
 from vime.launch.guardian import Guard, close
 from vime.launch.ready import check_ready
 from vime.launch.scheduler import ENDED, ask, batch_log, job_states
-from vime.launch.script import batch_command, sbatch_text
-from vime.launch.slurm_executor import ENDLESS, JOB_FILE, VimeExecutor, newest_job
+from vime.launch.slurm_executor import VimeExecutor
 from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.launch.submit import discard, new_run, submit
-from vime.launch.sweep_members import Alive, Member, array_command, members, plan_member, show
-from vime.run_dir import RunDir, utc_now, write_atomic
+from vime.launch.sweep_members import Member, members, show
+from vime.run_dir import RunDir, utc_now
 from vime.sweep import Sweep, read_sweep
 
 
@@ -131,46 +131,6 @@ def _cancel(left: Sequence[tuple[RunDir, Job[Any]]]) -> None:
             run.write_status(replace(status, state="cancelled", ended=utc_now()))
 
 
-def prepare_task(sweep: Sweep, index: int, environ: dict[str, str]) -> Path | None:
-    """Make the run of one task of an array, in the task's allocation; the script that runs it, or None if it is done.
-
-    A task that SLURM has started again gets the run that it had. Raises UserError for an index that the sweep does not
-    have, and for an allocation that is too small.
-    """
-    if not 0 <= index < len(sweep.combinations):
-        raise UserError(
-            f"task {index}: the sweep has {len(sweep.combinations)} combinations; use --array=0-"
-            f"{len(sweep.combinations) - 1}"
-        )
-    member = plan_member(sweep, sweep.combinations[index], ("launch.layout=partitioned",), Alive())
-    job = environ.get("SLURM_JOB_ID", "")
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES", "0"))
-    if not job or nodes < member.plan.nodes:
-        raise UserError(
-            f"combination {index} needs an allocation of {member.plan.nodes} nodes, this one has {nodes};"
-            " `python -m vime.launch.sweep SWEEP.yaml` prints the sbatch command"
-        )
-    run = member.slot.run
-    if run is not None and member.slot.state != "completed" and newest_job(run) == job:
-        return run.submission
-    if not member.due:
-        return None
-    check_ready(member.config)
-    run = new_run(member.config, member.plan)
-    run.submitit.mkdir()
-    call = DelayedSubmission(Guard(), str(run.path))
-    call.set_timeout(0, ENDLESS)
-    call.dump(JobPaths(run.submitit, job_id=job).submitted_pickle)
-    log = Path("/proc/self/fd/2").readlink()
-    if log.is_file():
-        # Where whoever asks why the job ended looks for SLURM's notice.
-        batch_log(run, job).symlink_to(log)
-    command = batch_command(member.config, run.path)
-    write_atomic(run.submission, sbatch_text(member.config, member.plan, run_dir=run.path, command=command))
-    write_atomic(run.submitit / JOB_FILE, f"{job}\n")
-    return run.submission
-
-
 def main(arguments: Sequence[str]) -> int:
     """See the module. Exit code 2 when the input is wrong."""
     names: dict[str, str] = {}
@@ -200,18 +160,25 @@ def main(arguments: Sequence[str]) -> int:
         refuse_repeated(given)
         sweep = read_sweep(Path(names["file"]), names.get("cluster"), names.get("recipe"), given)
         if task is not None:
-            script = prepare_task(sweep, task, dict(os.environ))
+            script = prepare_task(sweep, task, os.environ, _without_task(arguments))
             if script is not None:
                 print(script)
             return 0
-        found = members(sweep, "launch.layout=partitioned")
+        found = members(sweep, LAYOUT)
         show(found, Console(highlight=False))
         if found[0].config.cluster.scheduler == "slurm":
-            print(array_command(sweep, found, [a for a in arguments if not a.startswith("sweep.")], parallel))
+            given = [argument for argument in arguments if not argument.startswith("sweep.")]
+            print(shlex.join(array_command(found, array_tasks(found, parallel or sweep.parallel), given)))
     except UserError as error:
         print(f"vime.launch.sweep: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _without_task(arguments: Sequence[str]) -> list[str]:
+    """The arguments that a person gave to sweep.sbatch."""
+    at = arguments.index("--task")
+    return [*arguments[:at], *arguments[at + 2 :]]
 
 
 def _number(what: str, text: str) -> int:

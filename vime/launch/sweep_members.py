@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
 from vime.launch.scheduler import ask
-from vime.launch.script import sbatch_text
 from vime.plan import Plan, make_plan
 from vime.run_dir import RunDir
 from vime.sweep import Combination, Slot, Sweep, look
@@ -87,22 +85,6 @@ def show(found: Sequence[Member], console: Console) -> None:
             action = "starts" if slot.start == slot.combination.name else f"starts {slot.start}"
         table.add_row(str(slot.combination.index), slot.combination.name, str(member.plan.nodes), slot.state, action)
     console.print(table)
-
-
-def array_command(sweep: Sweep, found: Sequence[Member], arguments: Sequence[str], parallel: int | None) -> str:
-    """The sbatch command that runs the sweep as an array: the size of the largest combination for every task."""
-    member = max(found, key=lambda member: member.plan.nodes)
-    text = sbatch_text(member.config, member.plan, run_dir=member.config.run.root / "x", command=["true"])
-    # What sweep.sbatch says itself, and what an array has of its own.
-    left_out = ("job-name", "comment", "output", "open-mode", "chdir", "no-requeue", "requeue")
-    options = [
-        match[1]
-        for match in re.finditer(r"^#SBATCH (--([a-z-]+)\S*.*)$", text, re.MULTILINE)
-        if match[2] not in left_out
-    ]
-    limit = parallel or sweep.parallel
-    tasks = f"--array=0-{len(found) - 1}" + (f"%{limit}" if limit else "")
-    return " ".join(["sbatch", tasks, *options, "sbatch/sweep.sbatch", *arguments])
 
 
 def print_sweep(sweep: Sweep, as_json: bool) -> None:
