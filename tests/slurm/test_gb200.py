@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.golden import CASES, golden
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.conftest import Clusters
 from tests.slurm.shape import Nodes, Shape
 from tests.slurm.test_golden import processors
-from tests.slurm.trixie import NoTrixie, release_mounts, root
 from vime.compose import compose
 from vime.errors import UserError
 from vime.launch.script import sbatch_text
@@ -30,18 +30,9 @@ RACKS = Shape(
 SMALL_RACK = "cluster.node.nvlink_domain=32"
 
 
-@pytest.fixture(scope="module")
-def racks() -> Iterator[SlurmCluster]:
-    try:
-        folder = root()
-    except NoTrixie as reason:
-        pytest.skip(f"not run on Slurm 24.11: {reason}")
-    try:
-        cluster = SlurmCluster(RACKS, folder)
-        yield cluster
-        cluster.close()
-    finally:
-        release_mounts(folder)
+@pytest.fixture
+def racks(new_slurm_clusters: Clusters) -> SlurmCluster:
+    return new_slurm_clusters(RACKS)
 
 
 Asked = Callable[[str], str]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.golden import CASES, golden
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.conftest import Clusters
 from tests.slurm.shape import SMALL, Nodes, Shape
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,6 @@ SHAPES = {
     "h200": Shape((Nodes("gpu", 6, cpus=112, gpus=8),)),
     "minislurm": SMALL,
 }
-Clusters = Callable[[Shape], SlurmCluster]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in SHAPES], ids="-".join)

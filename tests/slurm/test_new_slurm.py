@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.conftest import Clusters
 from tests.slurm.shape import Nodes, Shape
 from tests.slurm.test_requeue import (  # noqa: F401  # the same tests, by the fixture below on another Slurm
     test_a_job_that_is_requeued_from_outside_goes_on,
@@ -18,31 +19,17 @@ from tests.slurm.test_run import (  # noqa: F401
     test_a_run_completes_in_both_layouts,
     test_scancel_means_cancelled_and_leaves_nothing,
 )
-from tests.slurm.trixie import NoTrixie, release_mounts, root
 
 pytestmark = pytest.mark.slow
 
 ONE_BLOCK = Shape((Nodes("train", 2, block="rack"), Nodes("rollout", 1, block="rack")), block_size=3)
 
 
-@pytest.fixture(scope="module")
-def new_slurm() -> Iterator[SlurmCluster]:
-    try:
-        folder = root()
-    except NoTrixie as reason:
-        pytest.skip(f"not run on Slurm 24.11: {reason}")
-    try:
-        cluster = SlurmCluster(ONE_BLOCK, folder)
-        yield cluster
-        cluster.close()
-    finally:
-        release_mounts(folder)
-
-
 @pytest.fixture
-def slurm(new_slurm: SlurmCluster) -> Iterator[SlurmCluster]:
-    yield new_slurm
-    new_slurm.cancel_all()
+def slurm(new_slurm_clusters: Clusters) -> Iterator[SlurmCluster]:
+    cluster = new_slurm_clusters(ONE_BLOCK)
+    yield cluster
+    cluster.cancel_all()
 
 
 def test_it_is_the_other_slurm(slurm: SlurmCluster) -> None:

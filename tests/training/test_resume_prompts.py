@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import stack_config
-from tests.training.test_checkpoint_folder import steps as complete_steps
+from tests.test_checkpoint_folder import steps as complete_steps
 from vime.buffer.control import BatchMessage, Control
 from vime.buffer.reader import BufferReader
+from vime.checkpoint_folder import Facts, begin, commit, fixed_settings, newest
 from vime.config import Config, TinyModel
 from vime.models.tiny import make_tiny
 from vime.role import Role
 from vime.rollout.demonstrations import run_demonstrations
 from vime.run_dir import RunDir
-from vime.training.checkpoint_folder import Facts, begin, commit, fixed_settings, newest
 
 STEPS = 6
 PROMPTS = 4

@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from vime.checkpoint_folder import MARKER
 from vime.run_dir import RunDir, Status
 
-MARKER = "complete"
-"""File in a checkpoint's folder that is written last."""
 FRUITLESS = 2
 """Attempts in a row without a new checkpoint after which the chain ends itself."""
 

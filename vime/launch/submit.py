@@ -17,6 +17,7 @@ import psutil
 from submitit.core.core import Job
 from submitit.local.local import LocalJob
 
+from vime.checkpoint_folder import newest
 from vime.compose import override_resolved
 from vime.config import Config
 from vime.errors import UserError
@@ -33,7 +34,6 @@ from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan import Plan, make_plan
 from vime.role import Role
 from vime.run_dir import RunDir, Status, utc_now, write_atomic
-from vime.training.checkpoint_folder import newest
 
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""

@@ -16,19 +16,6 @@ from vime.run_dir import RunDir, State, Status
 QUIET_LIMIT = 300.0  # seconds without any write after which a run that says it is running counts as lost
 
 
-class Failure(Data):
-    """The role that failed first, and the last lines of its log."""
-
-    role: str
-    rank: int
-    node: str
-    exit_code: int | None
-    signal: str | None
-    time: str
-    log: str
-    tail: list[str]
-
-
 class Outcome(Data):
     """State of a run at the time of the report."""
 

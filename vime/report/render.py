@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vime.report.outcome import Failure, Outcome
+from vime.report.outcome import Outcome
 from vime.report.series import ENDS, Point, Series
 from vime.report.sparkline import bar, sparkline
 from vime.report.summary import Summary, TimeShare, Timing, summarize
 from vime.report.words import Glyphs, clean, duration, number, plural, size, span
-from vime.run_dir import RunDir
+from vime.run_dir import Failure, RunDir
 
 WIDTH = 100  # wider lines are harder to read than they are useful
 LABEL = 18  # columns of the labels

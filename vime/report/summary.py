@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from vime.report.events import Events, HeldOut, WeightUpdates, read_events
 from vime.report.metrics import LOGPROB_DIFF, LOSS, REWARD, STEP_TIME, TRAINER_TIMES, Attempt, Metrics, read_metrics
-from vime.report.outcome import Failure, Outcome, read_outcome
+from vime.report.outcome import Outcome, read_outcome
 from vime.report.phase import read_phase
 from vime.report.series import Data, Series
 from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
-from vime.run_dir import RunDir
+from vime.run_dir import Failure, RunDir
 
 
 class Steps(Data):
@@ -115,7 +113,7 @@ def summarize(run: RunDir, now: float | None = None) -> Summary:
         repeated=metrics.repeated,
         attempts=metrics.attempts,
     )
-    failure = Failure(**asdict(status.failure)) if status and status.failure else None
+    failure = status.failure if status else None
     logs = run.logs / "latest"
     return Summary(
         run=run.path.name,

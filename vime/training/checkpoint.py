@@ -21,11 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as parallel_random
 
 from vime.buffer.files import wait_for_file
-from vime.config import Config
-from vime.errors import UserError
-from vime.run_dir import utc_now
-from vime.training.broadcast import broadcast_json
-from vime.training.checkpoint_folder import (
+from vime.checkpoint_folder import (
     Complete,
     Facts,
     Incomplete,
@@ -35,6 +31,10 @@ from vime.training.checkpoint_folder import (
     newest,
     prune,
 )
+from vime.config import Config
+from vime.errors import UserError
+from vime.run_dir import utc_now
+from vime.training.broadcast import broadcast_json
 from vime.training.checkpoint_writer import save_strategy
 from vime.training.learner import Learner
 from vime.training.part_state import FORMAT, load_into, load_model, state_of, state_of_model

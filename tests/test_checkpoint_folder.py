@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.training.ranks import tiny_config
+from vime import checkpoint_folder
+from vime.checkpoint_folder import MARKER, Facts, begin, commit, fixed_settings, newest, prune, survey
 from vime.config import Config
 from vime.errors import UserError
-from vime.training import checkpoint_folder
-from vime.training.checkpoint_folder import MARKER, Facts, begin, commit, fixed_settings, newest, prune, survey
 
 CONFIG = tiny_config(training={"save_interval": 1})
 
