@@ -113,6 +113,12 @@ def end_role(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """VIME_CACHE of the runs that begin with a warm-up, whose model takes two minutes: the first of them makes it."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
 def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
     """One engine and one router of a tiny random Qwen3, real ones, for all slow tests of the session.
 

@@ -42,12 +42,12 @@ class Outcome:
         return [event for event in map(json.loads, self.run.events.read_text().splitlines()) if event["event"] == name]
 
 
-def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`launch.py cluster=local recipe=tiny_grpo`, with runs and model cache in `root`."""
+def start(root: Path, *arguments: str, cache: Path | None = None) -> subprocess.Popen[str]:
+    """`launch.py cluster=local recipe=tiny_grpo`, with runs, and unless it is given the model cache, in `root`."""
     return subprocess.Popen(
         [sys.executable, "launch.py", "cluster=local", "recipe=tiny_grpo", f"run.root={root / 'runs'}", *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "VIME_CACHE": str(root / "cache")},
+        env={**os.environ, "VIME_CACHE": str(cache or root / "cache")},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -67,9 +67,9 @@ def finish(launcher: subprocess.Popen[str], timeout: float = 600) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def main_job(tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> Outcome:
     """The main job, whole, once."""
-    return finish(start(tmp_path_factory.mktemp("main")), timeout=900)
+    return finish(start(tmp_path_factory.mktemp("main"), cache=model_cache), timeout=900)
 
 
 def test_it_completes_and_says_where(main_job: Outcome) -> None:

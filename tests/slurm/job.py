@@ -97,9 +97,9 @@ class SlurmRun:
     def wait_started(self, *names: str) -> None:
         """Wait until the roles `names` (default: all) run."""
         wanted = set(names or RANKS)
-        until(lambda: wanted <= set(self.seen()), 90, f"{wanted}: {self.log()}{self.supervisor_log()}")
+        until(lambda: wanted <= set(self.seen()), 180, f"{wanted}: {self.log()}{self.supervisor_log()}")
 
-    def wait_state(self, *states: str, timeout: float = 60) -> Status:
+    def wait_state(self, *states: str, timeout: float = 120) -> Status:
         """Wait until the run is in one of `states`."""
         until(lambda: self.status().state in states, timeout, f"{states}: {self.status()}{self.supervisor_log()}")
         return self.status()

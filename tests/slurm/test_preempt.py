@@ -33,18 +33,23 @@ def cluster() -> Iterator[SlurmCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_preempted_run_is_requeued_and_completes(cluster: SlurmCluster, tmp_path: Path, saves: bool) -> None:
-    if not saves:
-        cluster.run("scontrol", "update", "PartitionName=train", "GraceTime=0")
-    run = SlurmRun(cluster, tmp_path, SAVING if saves else SERVING)
+@pytest.mark.parametrize(
+    ("grace", "mode"), [(40, "REQUEUE"), (0, "REQUEUE"), (0, "CANCEL")], ids=["saves", "lost_step", "site_cancels"]
+)
+def test_a_preempted_run_is_requeued_and_completes(
+    cluster: SlurmCluster, tmp_path: Path, grace: int, mode: str
+) -> None:
+    """Where the site's policy is to cancel, the run requeues itself."""
+    cluster.run("scontrol", "update", "PartitionName=train", f"GraceTime={grace}", f"PreemptMode={mode}")
+    cluster.run("scontrol", "update", "PartitionName=rollout", f"PreemptMode={mode}")
+    run = SlurmRun(cluster, tmp_path, SAVING if grace else SERVING)
     try:
         run.wait_started("trainer-0", "trainer-1")
-        if not saves:
+        if not grace:
             run.write(FINISHING)
         cluster.run("sbatch", "-p", "urgent", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
-        assert run.wait_state("requeued", "failed", "cancelled", timeout=90).state == "requeued", run.supervisor_log()
-        assert ("the trainers saved" in run.supervisor_log()) == saves
+        assert run.wait_state("requeued", "failed", "cancelled").state == "requeued", run.supervisor_log()
+        assert ("the trainers saved" in run.supervisor_log()) == bool(grace)
         assert run.end(150) == 0, run.log() + run.supervisor_log()
         assert (run.status().state, run.status().attempt) == ("completed", 2)
     finally:

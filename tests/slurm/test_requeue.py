@@ -13,7 +13,7 @@ from tests.slurm.job import FINISHING, SAVING, SERVING, SlurmRun
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., SlurmRun]
-AGAIN = 120
+AGAIN = 240
 """Seconds until a requeued job runs again and ends: KillWait, the old credential's time, the scheduler's pass."""
 
 
@@ -21,6 +21,8 @@ AGAIN = 120
 def test_usr2_saves_and_requeues_and_attempt_2_completes(start: Start, slurm: SlurmCluster, layout: str) -> None:
     run = start(SAVING, overrides=[f"launch.layout={layout}"])
     run.wait_started("trainer-0", "trainer-1")
+    slurm.run("scancel", "--batch", "--signal=USR2", run.job_id)
+    # A second one in the midst of saving, as when Slurm signals each process of the batch step, changes nothing.
     slurm.run("scancel", "--batch", "--signal=USR2", run.job_id)
     requeued = run.wait_state("requeued", "failed", "timeout")
     assert requeued.state == "requeued", run.supervisor_log()
@@ -37,23 +39,15 @@ def test_usr2_saves_and_requeues_and_attempt_2_completes(start: Start, slurm: Sl
     run.check_nothing_left()
 
 
-def test_trainers_that_do_not_save_in_time_abandon_the_step(start: Start, slurm: SlurmCluster) -> None:
-    run = start({**SAVING, "trainer": ["train", "--never-save"]}, overrides=["cluster.save_timeout=2"])
-    run.wait_started("trainer-0", "trainer-1")
-    run.write(FINISHING)
-    slurm.run("scancel", "--batch", "--signal=USR2", run.job_id)
-    assert run.wait_state("requeued", "failed", "timeout").state == "requeued", run.supervisor_log()
-    assert "the step was abandoned" in run.supervisor_log()
-    assert run.end(AGAIN) == 0, run.log() + run.supervisor_log()
-    assert run.status().attempt == 2
-
-
 def test_the_warning_before_the_time_limit_reaches_the_run(start: Start, slurm: SlurmCluster) -> None:
-    # Of 70 s the last 60 are for saving; Slurm rounds the limit up to two minutes and may warn a minute early.
-    run = start(SAVING, overrides=["launch.time=00:01:10", "cluster.slurm.signal_seconds=60"])
+    # The last 60 s are for saving, and Slurm may warn a minute earlier still. So the limit is set when the trainers are
+    # there, however long that took, and lifted for the second attempt.
+    run = start(SAVING, overrides=["launch.time=02:00:00", "cluster.slurm.signal_seconds=60"])
     run.wait_started("trainer-0", "trainer-1")
+    slurm.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=2")
     assert run.wait_state("requeued", "failed", "timeout", timeout=130).state == "requeued", run.supervisor_log()
     assert "stopped by SIGUSR2" in run.supervisor_log()
+    slurm.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=120")
     assert run.end(AGAIN) == 0, run.log() + run.supervisor_log()
 
 
@@ -69,7 +63,7 @@ def test_a_job_that_is_requeued_from_outside_goes_on(start: Start, slurm: SlurmC
     run.check_nothing_left()
 
 
-@pytest.mark.parametrize("node", ["train0", "train1", "rollout0"])
+@pytest.mark.parametrize("node", ["train0", "rollout0"])
 def test_a_node_whose_slurmd_is_killed(start: Start, slurm: SlurmCluster, node: str) -> None:
     run = start(SERVING)
     run.wait_started()
@@ -111,13 +105,16 @@ def test_a_run_that_goes_on_is_not_resumed(start: Start) -> None:
     assert run.status().attempt == 1
 
 
-def test_a_chain_without_progress_ends_itself(start: Start, slurm: SlurmCluster) -> None:
+def test_steps_that_are_not_saved_in_time_are_abandoned_and_a_chain_without_progress_ends_itself(
+    start: Start, slurm: SlurmCluster
+) -> None:
     run = start({**SAVING, "trainer": ["train", "--never-save"]}, overrides=["cluster.save_timeout=1"])
     for attempt in (1, 2):
         until(lambda attempt=attempt: run.status().attempt == attempt, AGAIN, f"attempt {attempt}")
         until(lambda attempt=attempt: (run.run.logs / f"attempt_{attempt}" / "trainer-1.log").exists(), 60, "trainers")
         slurm.run("scancel", "--batch", "--signal=USR2", run.job_id)
         run.wait_state("requeued")
+        assert "the step was abandoned" in (run.run.logs / f"attempt_{attempt}" / "supervisor-0.log").read_text()
     assert run.end(AGAIN) == 1
     status = run.status()
     assert (status.state, status.attempt) == ("failed", 3)

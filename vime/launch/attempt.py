@@ -135,7 +135,12 @@ class Attempt:
         control.post(StopMessage(save=True, reason="the time limit is near, or the job is preempted"))
         deadline = time.monotonic() + save_time(self.cluster)
         while trainers and time.monotonic() < deadline:
-            self.signals.wait(POLL)
+            try:
+                self.signals.wait(POLL)
+            except Stopped as again:
+                # SLURM may signal every process of the batch step: then it comes from the guardian a second time.
+                if again.signum != signal.SIGUSR2 or again.orphaned:
+                    raise
             for end in processes.poll():
                 if end.command.role == "trainer" and not end.succeeded:
                     return False

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from vime.launch.chain import begin_attempt, fruitless, refused_nodes
 from vime.launch.failure import launcher_failure
 from vime.launch.process_tree import kill_descendants, reap_orphans
 from vime.launch.processes import KILL_TIMEOUT, signal_name
-from vime.launch.scheduler import exclude_nodes, job_states
+from vime.launch.scheduler import exclude_nodes, job_states, requeue_ending
 from vime.launch.stop_signals import WATCHED
 from vime.role import become_subreaper, die_with_parent
 from vime.run_dir import Failure, RunDir, Status, utc_now
@@ -35,6 +35,9 @@ from vime.run_dir import Failure, RunDir, Status, utc_now
 SUPERVISOR = (sys.executable, "-m", "vime.launch.supervisor")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 EXCLUDE_TRIES = 10
+TRIES = 3
+"""Questions and requests to a controller that may be busy, RETRY_SECONDS apart."""
+RETRY_SECONDS = 2.0
 
 
 class RunEnded(Exception):
@@ -89,21 +92,43 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     close(RunDir(run.path / "warmup"), failure)
     status = close(run, failure)
     job = os.environ.get("SLURM_JOB_ID")
-    # Unless SLURM has requeued the job itself, which is why it was stopped.
-    if status.state == "requeued" and job and callable(requeue) and job_states([job]).get(job) == "RUNNING":
+    if status.state == "requeued" and job and callable(requeue):
+        # A job that does not run any more is ended by SLURM, which may have requeued it already.
+        running = _state_of(job) == "RUNNING"
+        problem = _requeue(requeue, job, run) if running else requeue_ending(job)
+        if problem:
+            with log.open("a") as output:
+                output.write(f"the job could not be requeued: {problem}\n")
+            run.write_status(replace(status, state="running"))
+            status = close(run, launcher_failure("guardian", log))
+    if status.state != "completed":
+        raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
+    return status.state
+
+
+def _state_of(job: str) -> str | None:
+    """The state of this process's own job; asked again when a busy controller does not answer."""
+    for _ in range(TRIES):
+        state = job_states([job]).get(job)
+        if state is not None:
+            return state
+        time.sleep(RETRY_SECONDS)
+    return None
+
+
+def _requeue(requeue: Callable[[int, None], object], job: str, run: RunDir) -> str:
+    """Let submitit requeue the job, which ends this process. Returns why that failed, TRIES times."""
+    problem = ""
+    for _ in range(TRIES):
         try:
             requeue(signal.SIGUSR2, None)
         except SystemExit:
             _avoid(job, refused_nodes(run))
             raise
         except (OSError, subprocess.SubprocessError, UncompletedJobError) as error:
-            with log.open("a") as output:
-                output.write(f"the job could not be requeued: {error}\n")
-            run.write_status(replace(status, state="running"))
-            status = close(run, launcher_failure("guardian", log))
-    if status.state != "completed":
-        raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
-    return status.state
+            problem = str(error)
+            time.sleep(RETRY_SECONDS)
+    return problem
 
 
 def _avoid(job: str, nodes: Sequence[str]) -> None:

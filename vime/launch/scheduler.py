@@ -125,6 +125,23 @@ def read_notice(why: str) -> State:
     return "cancelled"
 
 
+def requeue_ending(job_id: str) -> str:
+    """See to it that a job that SLURM is ending, for another or for a lost node, is started again.
+
+    SLURM does so itself, but not where the site has PreemptMode=CANCEL. Returns why it will not start again; empty when
+    it will.
+    """
+    environ = submission_environment(os.environ)
+    command = ["scontrol", "requeue", job_id]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}"
+    words = (done.stderr or done.stdout).strip()
+    # "Job is pending execution": SLURM was first.
+    return "" if done.returncode == 0 or "pending" in words else words
+
+
 def exclude_nodes(job_id: str, nodes: Sequence[str]) -> bool:
     """Keep a pending job (all components) away from `nodes`. Returns whether SLURM accepted it."""
     listed = ask(["squeue", "-h", "-j", job_id, "-o", "%A"]) or job_id

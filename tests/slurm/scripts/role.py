@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> int:
         assert message.save
         if "--never-save" in arguments:
             time.sleep(600)
+        time.sleep(1)  # saving
         marker.parent.mkdir(parents=True)
         marker.touch()
         with (RUN / "metrics.jsonl").open("a") as file:
