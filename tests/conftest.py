@@ -114,8 +114,14 @@ def end_role(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.fixture(scope="session")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """VIME_CACHE of the runs that begin with a warm-up, whose model takes two minutes: the first of them makes it."""
-    return tmp_path_factory.mktemp("cache")
+    """VIME_CACHE of the runs that begin with a warm-up, whose model takes two minutes: the first of them makes it.
+
+    The same in all workers.
+    """
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    cache.mkdir(exist_ok=True)
+    return cache
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ class Job:
         ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
         for port in (ports | set(more_ports)) - {0}:
             # An ending process gives up its environment, by which it is found, a moment before its sockets.
-            until(lambda port=port: not answers(port), 1, f"port {port} to be free")
+            until(lambda port=port: not answers(port), 5, f"port {port} to be free")
 
     def close(self) -> None:
         """End whatever a failed test left."""

@@ -139,7 +139,7 @@ class SlurmRun:
         """No process of the run lives, and no port of it answers."""
         until(lambda: not self.processes(), timeout, f"no process: {self.processes()}{self.supervisor_log()}")
         for port in {role["port"] for role in self.seen().values()} - {0}:
-            until(lambda port=port: not answers(port), 1, f"port {port} to be free")
+            until(lambda port=port: not answers(port), 5, f"port {port} to be free")
 
     def close(self) -> None:
         """End whatever a failed test left."""

@@ -37,7 +37,7 @@ def test_both_layouts_complete(start: Start, slurm: SlurmCluster) -> None:
 def test_what_ends_early_is_named_or_cancelled_and_leaves_nothing(start: Start, slurm: SlurmCluster) -> None:
     test_run.test_a_killed_rank_is_named_with_its_node_within_seconds(start, "trainer-1", "train1")
     test_run.test_a_killed_supervisor_leaves_nothing_on_any_node(start)
-    test_run.test_scancel_means_cancelled_and_leaves_nothing(start, slurm, "hetjob")
+    test_run.test_scancel_means_cancelled_and_leaves_nothing(start, slurm)
 
 
 def test_what_is_interrupted_goes_on(start: Start, slurm: SlurmCluster) -> None:

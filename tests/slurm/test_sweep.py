@@ -73,40 +73,41 @@ def check_completed(folder: Path) -> None:
     assert rows == {(1e-4, 1), (1e-4, 2), (3e-3, 1), (3e-3, 2)}
 
 
-def test_an_array_runs_each_combination_as_a_partitioned_job(slurm: SlurmCluster, file: Path, tmp_path: Path) -> None:
+def test_an_array_and_lanes_complete_a_sweep_and_leave_what_is_done(
+    slurm: SlurmCluster, file: Path, tmp_path: Path
+) -> None:
     root = f"run.root={tmp_path}/runs"
+    folder = tmp_path / "runs" / "lr"
     script = (str(ROOT / "sbatch" / "sweep.sbatch"), str(file), root)
-    # As a person types it, on one node a task: the first task submits the array again with the two that it needs.
-    here = ("env", f"VIME_VENV={sys.prefix}", "sbatch", f"--output={tmp_path}/%A_%a.log", f"--chdir={ROOT}")
-    slurm.run(*here, "--array=0-3%2", *script)
-    until_idle(slurm)
-    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
-    assert len(list((tmp_path / "runs" / "lr").iterdir())) == 4, logs
-    check_completed(tmp_path / "runs" / "lr")
+
+    def submit_array(tasks: str) -> str:
+        """As a person types it; what the tasks said."""
+        here = ("env", f"VIME_VENV={sys.prefix}", "sbatch", f"--output={tmp_path}/%A_%a.log", f"--chdir={ROOT}")
+        slurm.run(*here, f"--array={tasks}", *script)
+        until_idle(slurm)
+        return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+
+    # One node a task, if nothing else is said: the first task submits the array again with the two that it needs.
+    logs = submit_array("0-1%2")
+    assert [RunDir(path).read_status().state for path in folder.iterdir()] == ["completed"] * 2, logs
     told = "combination 0 needs an allocation of 2 nodes, this one has 1; submitted again as job "
-    [command] = re.findall(rf"{told}\d+: (sbatch --array=0-3%2 .*--nodes=2 .*)", logs)
-    shown = launch(slurm, *script[1:], "sweep.parallel=2", module=("-m", "vime.launch.sweep"))
-    assert shown.splitlines()[-1] == command.replace("VIME_VENV,", "")
-    # Submitted again, every task sees that it is done.
-    slurm.run(*here, "--array=0-3", *script)
-    until_idle(slurm)
-    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
-    assert logs.count("is completed, or goes on in another job") == 4, logs
-    check_completed(tmp_path / "runs" / "lr")
+    [command] = re.findall(rf"{told}\d+: (sbatch --array=0-1%2 .*--nodes=2 .*)", logs)
+    shown = launch(slurm, *script[1:], "sweep.parallel=2", module=("-m", "vime.launch.sweep")).splitlines()[-1]
+    assert shown == command.replace("VIME_VENV,", "").replace("0-1%2", "0-3%2")
 
-
-def test_lanes_run_so_many_at_once_and_skip_what_is_completed(slurm: SlurmCluster, file: Path, tmp_path: Path) -> None:
-    arguments = (f"sweep={file}", f"run.root={tmp_path}/runs", "sweep.parallel=1")
+    arguments = (f"sweep={file}", root, "sweep.parallel=1")
     out = launch(slurm, *arguments)
-    assert out.splitlines()[-1] == f"{tmp_path}/runs/lr"
-    submitted = re.findall(r"^job (\d+)  \S+(?:  afterany:(\d+))?$", out, re.MULTILINE)
-    assert len(submitted) == 4
-    assert [after for _, after in submitted] == ["", *(job for job, _ in submitted[:-1])]
+    assert out.splitlines()[-1] == str(folder)
+    [(first, none), (_, after)] = re.findall(r"^job (\d+)  \S+(?:  afterany:(\d+))?$", out, re.MULTILINE)
+    assert (none, after) == ("", first)
     until_idle(slurm)
-    check_completed(tmp_path / "runs" / "lr")
-    again = launch(slurm, *arguments)
-    assert again.count("nothing to do") == 4
+    check_completed(folder)
+
+    assert launch(slurm, *arguments).count("nothing to do") == 4
     assert slurm.jobs() == []
+    logs = submit_array("0-3")
+    assert logs.count("is completed, or goes on in another job") == 4, logs
+    check_completed(folder)
 
 
 def test_ctrl_c_cancels_what_waits_too_and_the_next_launch_starts_all_anew(

@@ -126,10 +126,11 @@ class Engine:
             print(f"vLLM ended with {end.exit_code}{'' if reason[0] == ';' else ' '}{reason}", flush=True)
             return end.exit_code
         print(f"part {end.part} of this engine ended with {end.exit_code}: waiting to be stopped", flush=True)
-        deadline = time.monotonic() + self.config.cluster.startup_timeout
+        timeout = self.config.cluster.startup_timeout
+        deadline = time.monotonic() + timeout
         while not self.stop.asked:
             if time.monotonic() > deadline:
-                raise WaitTimeout("waited for the supervisor to end this engine, whose part has ended")
+                raise WaitTimeout(f"waited {timeout:g} s for the supervisor to end what part {end.part} has left")
             time.sleep(POLL_SECONDS)
         self.run_dir.append_event(self.role, "stopped")
         return 0

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # this checkout's vime, whichever is installed
+
 from vime.buffer.control import Control, StopMessage
 from vime.role import Role
 

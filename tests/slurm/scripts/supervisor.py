@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# A job has none of its submitter's PYTHONPATH: this checkout's vime, whichever is installed.
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
 from vime.config import Config
 from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
