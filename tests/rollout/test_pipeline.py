@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vime.buffer.sample import Group
 from vime.config import Buffer, Cluster, Config, Data, Model, Rollout, TinyModel, Training
@@ -48,6 +51,7 @@ class Engine:
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     hold: Callable[[int], asyncio.Event | None] = lambda number: None
     cancelled: list[int] = field(default_factory=list)
+    pause: Callable[[], float] | None = None
 
     async def complete(
         self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int
@@ -57,7 +61,9 @@ class Engine:
         started = self.served.version
         held = self.hold(number)
         try:
-            await (held.wait() if held else asyncio.sleep(0.02 / (1 + number % 3)))  # later prompts may finish first
+            # Later prompts may finish first.
+            pause = self.pause() if self.pause else 0.02 / (1 + number % 3)
+            await (held.wait() if held else asyncio.sleep(pause))
         except asyncio.CancelledError:
             self.cancelled.append(number)
             raise
@@ -447,3 +453,62 @@ def test_seeds_of_requests_lie_far_apart() -> None:
     )
     assert min(b - a for a, b in itertools.pairwise(seeds)) > 10_000
     assert seeds[-1] < 2**62
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    staleness=st.integers(0, 3),
+    prompts=st.integers(1, 4),
+    concurrency=st.integers(1, 9),
+    over_sampling=st.sampled_from([1.0, 1.5, 3.0]),
+    bad=st.sets(st.integers(0, 40), max_size=8),
+    equal=st.sets(st.integers(0, 40), max_size=8),
+)
+def test_any_speeds_and_failures_give_the_batches_of_the_stream(
+    seed: int, staleness: int, prompts: int, concurrency: int, over_sampling: float, bad: set[int], equal: set[int]
+) -> None:
+    """Batches are full, in the order of the stream, without a group lost or doubled, and never older than allowed."""
+    rng = random.Random(seed)
+
+    def script(number: int, sample: int) -> str:
+        if number in bad:
+            return "n"
+        return "g" if number in equal else "gb"[sample % 2]
+
+    async def run() -> None:
+        made = Run(
+            script,
+            prompts,
+            staleness=staleness,
+            steps=7,
+            concurrency=concurrency,
+            over_sampling=over_sampling,
+            group_filter="nonzero_std",
+            tries=9,
+            filter_tries=9,
+        )
+        made.engine.pause = lambda: rng.choice([0, 0, 0.001, 0.004])
+        batches = position = 0
+
+        async def train() -> None:
+            while True:  # the next version, some time after its batch is there
+                await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
+                if batches > made.served.version:
+                    made.served.set(made.served.version + 1)
+
+        training = asyncio.create_task(train())
+        for step in range(1, 8):
+            _, kept, cursor = await made.batch()
+            good = (index for index in itertools.count(position) if index not in bad | equal)
+            wanted = list(itertools.islice(good, prompts))
+            assert indices(kept) == wanted
+            position = wanted[-1] + 1
+            assert cursor == {"epoch": 0, "position": position}
+            for group in kept:
+                assert all(step - 1 - staleness <= sample.oldest_version < step for sample in group.samples)
+            batches = step
+        training.cancel()
+        made.pipeline.close()
+
+    asyncio.run(run())

@@ -98,7 +98,7 @@ class Pipeline:
         while len(good) < wanted:
             self._start(step, len(good))
             await self._head()
-            while self._running and len(good) < wanted and self._head_done():
+            while len(good) < wanted and self._head_done():
                 started = self._running.popleft()
                 cursor = started.cursor
                 if started.task is None:
@@ -183,6 +183,8 @@ class Pipeline:
                 self._failed.result()
 
     def _head_done(self) -> bool:
+        if not self._running:
+            return False  # discarded ones have yet to end before others may start
         task = self._running[0].task
         return task is None or task.done()
 
