@@ -182,6 +182,33 @@ def test_a_model_folder_must_be_there_and_say_its_sizes(tmp_path: Path) -> None:
     assert "does not divide the model's 3 layers; use 1" in refused(*overrides, "training.pipeline_parallel=2")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.advantage=gae"], "algorithm.advantage=gae needs a critic: use algorithm.name=ppo"),
+        (["algorithm.name=ppo", "algorithm.advantage=rloo"], "takes no critic: use algorithm.name=grpo"),
+        (["algorithm.advantage=grop"], "did you mean grpo?"),
+        (["algorithm.clip_dual=1.1"], "above 1 + clip_high = 1.28"),
+        (["algorithm.loss=cispo", "algorithm.clip_dual=3"], "algorithm.clip_dual=3 is for algorithm.loss=clip"),
+        (["algorithm.importance_low=3"], "algorithm.importance_low=3 must be below algorithm.importance_high=2"),
+        (["algorithm.reference_refresh=5"], "needs a reference: algorithm.kl_coefficient above 0"),
+        (["algorithm.old_logprobs=rollout", "algorithm.importance_sampling=truncated"], "set algorithm.importance_sam"),
+        (["algorithm.kl_in=reward", "algorithm.kl_unbiased=true"], "a reward has no gradient"),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage=rloo"], "rloo compares responses of one prompt"),
+        (["algorithm.teacher=nowhere"], "algorithm.teacher: there is no folder"),
+        (["algorithm.kl_coefficient=1", "algorithm.reference=nowhere"], "algorithm.reference: there is no folder"),
+    ],
+)
+def test_an_update_rule_that_contradicts_itself_is_refused(overrides: list[str], words: str) -> None:
+    assert words in refused(*overrides)
+
+
+def test_an_update_rule_without_a_group_takes_one_response_a_prompt() -> None:
+    lone = ["rollout.samples_per_prompt=1", "rollout.prompts_per_step=64"]
+    for rule in ("algorithm.advantage=reinforce_plus_plus", "algorithm.name=ppo"):
+        assert tiny(rule, *lone).rollout.samples_per_prompt == 1
+
+
 def test_a_warmup_trains_the_run_s_own_tiny_model() -> None:
     config = tiny("model.tiny.layers=2")
     warmup = compose_warmup(config)

@@ -33,6 +33,16 @@ def test_a_dense_model_by_hand() -> None:
     assert trainer_gb(whole, shape) == pytest.approx(half * (2 + 4 + 12) / 1e9)
 
 
+def test_a_critic_is_a_second_model_and_a_reference_only_weights() -> None:
+    plain = config("h200", "qwen3_4b_grpo")
+    shape = plain.model.shape
+    assert shape is not None
+    critic = config("h200", "qwen3_4b_grpo", "algorithm.name=ppo")
+    assert trainer_gb(critic, shape) == pytest.approx(2 * trainer_gb(plain, shape))
+    reference = config("h200", "qwen3_4b_grpo", "algorithm.kl_coefficient=0.001")
+    assert trainer_gb(reference, shape) - trainer_gb(plain, shape) == pytest.approx(count(shape).total / 2 * 2 / 1e9)
+
+
 def test_experts_are_divided_over_their_own_ranks() -> None:
     made = config("h200", "qwen3_30b_a3b_grpo")
     shape = made.model.shape

@@ -111,6 +111,16 @@ class Algorithm(Section):
         return self.name != "sft" and self.kl_coefficient > 0
 
     @property
+    def folders(self) -> dict[str, Path]:
+        """Hugging Face folders besides the policy's, by the key that names them."""
+        named = {"teacher": self.teacher}
+        if self.needs_reference and self.reference != "initial":
+            named["reference"] = Path(self.reference)
+        if self.name == "ppo":
+            named["critic.path"] = self.critic.path
+        return {f"algorithm.{key}": folder for key, folder in named.items() if folder is not None}
+
+    @property
     def needs_policy_before(self) -> bool:
         """Whether a step needs the policy's own logprobs before the update, in a pass of their own."""
         return self.needs_reference and self.kl_in == "reward"

@@ -266,6 +266,7 @@ def _check_files(config: Config, places: dict[KeyPath, Place]) -> None:
             near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.json*")))
             near = near if "did you mean" in near else ""
             raise UserError(f"{places.get(('data', name), 'data')}: data.{name}: there is no file {path}{near}")
-    model = config.model.path
-    if model is not None and not model.is_dir():
-        raise UserError(f"{places.get(('model', 'path'), 'model')}: model.path: there is no folder {model}")
+    model = {"model.path": config.model.path} if config.model.path is not None else {}
+    for key, folder in (model | config.algorithm.folders).items():
+        if not folder.is_dir():
+            raise UserError(f"{places.get(tuple(key.split('.')), key)}: {key}: there is no folder {folder}")

@@ -47,7 +47,11 @@ def count(shape: Shape) -> Parameters:
 
 
 def trainer_gb(config: Config, shape: Shape) -> float:
-    """GB of weights, gradients and optimizer state on the fullest trainer rank."""
+    """GB of weights, gradients and optimizer state on the fullest trainer rank.
+
+    A critic is a second model in training, a reference policy one of weights alone, both of the policy's shape.
+    A teacher does not count: its shape is not known here.
+    """
     training, parameters = config.training, count(shape)
     stage = training.ranks // training.pipeline_parallel
     # A stage at an end of the pipeline holds the embedding or the output layer, a single one both.
@@ -58,10 +62,11 @@ def trainer_gb(config: Config, shape: Shape) -> float:
     experts = parameters.experts / training.pipeline_parallel / training.expert_parallel
     sharded = training.distributed_optimizer
     copies = (stage // training.tensor_parallel, stage // training.expert_parallel)
-    each = _BYTES[training.dtype] + _GRADIENT
+    weight = _BYTES[training.dtype]
+    trained, frozen = (2 if config.algorithm.name == "ppo" else 1), int(config.algorithm.needs_reference)
     return (
         sum(
-            held * (each + _OPTIMIZER / (replicas if sharded else 1))
+            held * (trained * (weight + _GRADIENT + _OPTIMIZER / (replicas if sharded else 1)) + frozen * weight)
             for held, replicas in zip((common, experts), copies, strict=True)
         )
         / GB

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
 
+README = Path(__file__).parents[2] / "README.md"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_small_microbatches": (2, {"max_tokens_per_microbatch": 40}),
     "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
@@ -210,6 +213,27 @@ def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manif
         assert torch.equal(only["weights"][name], tensor), name
 
 
+def test_readme_s_own_algorithm_trains(ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path) -> None:
+    chapter = README.read_text(encoding="utf-8").partition("\n## Algorithms\n")[2]
+    code = chapter.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_algorithm.py").write_text(code, encoding="utf-8")
+    own = {"advantage": "my_algorithm:advantage", "loss": "my_algorithm:loss"}
+    results = ranks.run(2, _own, *prepared, own, {}, 2, tmp_path)
+    for result in results:
+        first, second = result["metrics"]
+        assert first["train/grad_norm"] > 1e-4
+        assert second["train/pg_loss"] != first["train/pg_loss"]
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def _own(rank: int, store: Any, world_size: int, *arguments: Any) -> dict[str, Any]:
+    sys.path.insert(0, str(arguments[-1]))
+    try:
+        return _step(rank, store, world_size, *arguments[:-1])
+    finally:
+        sys.path.pop(0)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "line"),
     [
@@ -224,8 +248,6 @@ def test_a_mistake_in_custom_logic_is_named(
 ) -> None:
     (message,) = ranks.run(1, _refusal, *prepared, algorithm)
     assert message.startswith(f"algorithm.{next(iter(algorithm))}=")
-    import re
-
     assert re.search(line, message), message
 
 

@@ -20,9 +20,14 @@ def check_ready(config: Config) -> None:
         width = getattr(training, name)
         if width > 1:
             raise UserError(f"training.{name}={width} can be planned, but this trainer runs only training.{name}=1")
-    if model.path is not None:
+    folders = config.algorithm.folders
+    if model.path is not None or folders:
         # Reads the family's own rules; imported here because it brings torch.
         from vime.models.family import architecture
 
-        architecture(model.path)
+        words = architecture(model.path).vocabulary if model.path is not None else None
+        for key, folder in folders.items():
+            other = architecture(folder).vocabulary
+            if words is not None and other != words:
+                raise UserError(f"{key}={folder} has a vocabulary of {other} words, and model.path one of {words}")
     check_data(config)

@@ -1,0 +1,20 @@
+"""`python -m benchmarks.initial_policy RECIPE FOLDER`: make the policy that the recipe starts from, print its folder.
+
+A process of its own, because it blocks signals as a supervisor does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from vime.compose import compose
+from vime.launch.stop_signals import StopSignals
+from vime.launch.supervisor import initial_policy
+from vime.run_dir import RunDir
+
+if __name__ == "__main__":
+    signals = StopSignals()
+    recipe, folder = sys.argv[1:]
+    run = RunDir.create(Path(folder), "initial", recipe)
+    print(initial_policy(compose("local", recipe), run, signals))
