@@ -21,7 +21,7 @@ from vime.compose import ROOT, compose, dump_resolved
 from vime.config import Config
 
 RECIPE = "tiny_grpo"
-STEPS = 100
+STEPS = 60
 WARM = 3
 """First steps, and after TRL's pause, that are not timed."""
 LAST = 10

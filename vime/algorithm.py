@@ -25,7 +25,7 @@ class Critic(Section):
     critic_only_steps: int = Field(0, ge=0)
     """First steps of the run in which the critic alone learns: the policy, and its version's weights, stay."""
     updates: int = Field(1, ge=1)
-    """Updates of the critic by each batch."""
+    """How often a batch is gone through, with an update by each of its minibatches."""
     value_clip: float = Field(0.2, gt=0)
     """The loss takes no credit for a value that moves further than this from what it was before the step."""
 
@@ -78,6 +78,9 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "trainer", "rollout"] = "auto"
     """The policy that ratios are taken from: the trainer's before the step, the engine's, or (auto) the trainer's for
     what the current policy generated and the engine's for what an older one did."""
+    minibatches: int = Field(1, ge=1)
+    """Divide a step's batch into so many parts and update the policy by each in turn, with ratios to the policy before
+    the step, which then needs a pass of its own. A step is one batch, whatever the updates in it."""
     importance_sampling: Literal["off", "truncated", "token_mask", "sequence_mask"] = "off"
     """Correct for engines that compute other probabilities than the trainer: weigh a token by p_trainer / p_engine,
     truncated to the bounds; or 0 outside of them, of a token or of a whole response. Where the engine's logprobs are
@@ -123,6 +126,11 @@ class Algorithm(Section):
     @property
     def needs_policy_before(self) -> bool:
         """Whether a step needs the policy's own logprobs before the update, in a pass of their own."""
+        return self.name != "sft" and (self.kl_of_reward or self.minibatches > 1)
+
+    @property
+    def kl_of_reward(self) -> bool:
+        """Whether a KL term is taken from the reward."""
         return self.needs_reference and self.kl_in == "reward"
 
     @model_validator(mode="after")

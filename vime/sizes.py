@@ -24,6 +24,12 @@ def _check_batch(config: Config, shape: ModelShape) -> None:
             f" not divide over the {parts} data-parallel ranks of training.ranks={training.ranks};"
             f" use rollout.prompts_per_step={right}"
         )
+    minibatches = config.algorithm.minibatches
+    if prompts * each % (parts * minibatches):
+        raise UserError(
+            f"algorithm.minibatches={minibatches}: a step's {prompts * each} samples do not divide over"
+            f" {minibatches} minibatches x {parts} data-parallel ranks"
+        )
     if config.data.source == "reasoning_gym" and config.data.size < prompts:
         raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
 

@@ -46,6 +46,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "rollout": {"old_logprobs": "rollout", "kl_coefficient": 0.1, "kl_clamp": 0.5, "entropy_coefficient": 0.01},
     "teacher": {"teacher": "TEACHER", "teacher_coefficient": 0.5},
     "ppo": {"name": "ppo", "gae_lambda": 0.9, "gamma": 0.99, "critic": {"learning_rate": 1e-3, "updates": 2}},
+    "minibatches": {"minibatches": 2, "old_logprobs": "trainer", "aggregation": "sequence_mean", "kl_coefficient": 0.1},
+    "ppo_minibatches": {"name": "ppo", "minibatches": 4, "critic": {"learning_rate": 1e-3, "updates": 2}},
     "custom": {
         "advantage": "tests.training.test_algorithms:best_of_group",
         "loss": "tests.training.test_algorithms:plain_loss",
@@ -158,6 +160,7 @@ def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, 
         ({"kl_coefficient": 0.1, "kl_in": "reward"}, ["_score", "reference"]),
         ({"kl_in": "reward"}, []),
         ({"name": "ppo"}, ["critic"]),
+        ({"minibatches": 2}, ["_score"]),
         ({"teacher": "TEACHER"}, ["teacher"]),
     ],
 )
@@ -181,9 +184,22 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
     for correction in ("truncated", "token_mask", "sequence_mask"):
         (corrected,) = ranks.run(1, _step, *prepared, {**off, "importance_sampling": correction}, {}, 1)
         names = [name for name in seen if "tis" in name or "rollout" in name]
-        assert len(names) == 5
+        assert len(names) == 4
         assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
         assert corrected["metrics"][0]["train/pg_loss"] != seen["train/pg_loss"]
+
+
+def test_ratios_of_later_minibatches_are_to_the_policy_before_the_step(
+    ranks: Ranks, prepared: tuple[Path, Manifest]
+) -> None:
+    (one,) = ranks.run(1, _step, *prepared, {"old_logprobs": "trainer"}, {}, 1)
+    (two,) = ranks.run(1, _step, *prepared, {"old_logprobs": "trainer", "minibatches": 2}, {}, 1)
+    assert (one["metrics"][0]["train/ppo_kl"], one["metrics"][0]["train/pg_clipfrac"]) == (0, 0)
+    assert abs(two["metrics"][0]["train/ppo_kl"]) > 1e-5
+    assert two["metrics"][0]["train/lr"] == one["metrics"][0]["train/lr"]
+    # These describe the batch and not the update: they move only by how tokens are weighed.
+    for name in ("train/train_rollout_kl", "train/tis"):
+        assert two["metrics"][0][name] == pytest.approx(one["metrics"][0][name], rel=0.1), name
 
 
 def test_the_reference_follows_the_policy(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:

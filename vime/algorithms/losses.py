@@ -90,7 +90,9 @@ def value_loss(
     old = kept(old_values.detach(), keep, "old_values")
     free = (new - target).square()
     bounded = (old + (new - old).clamp(-value_clip, value_clip) - target).square()
-    return torch.maximum(free, bounded) / 2, (bounded > free).detach()
+    # Inside the bounds the two differ by rounding.
+    clipped = ((new - old).abs() > value_clip) & (bounded > free)
+    return torch.maximum(free, bounded) / 2, clipped.detach()
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

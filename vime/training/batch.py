@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from vime.config import Config
 from vime.training import parallel
 from vime.training.batching import divide
 from vime.training.pack import Pack, pack
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,25 @@ class Microbatch:
 class Batch:
     """A rank's share of a step.
 
-    tokens, trained_tokens: of the whole batch, over all ranks. rewards, sample_weights, response_tokens: float32 [N]
-    and groups: int64 [N] of its samples, on the CPU, the same on every rank.
+    microbatches: of all minibatches, one minibatch after the other, each with as many. tokens, trained_tokens: of the
+    whole batch, over all ranks. rewards, sample_weights, response_tokens: float32 [N] and groups: int64 [N] of its
+    samples, on the CPU, the same on every rank.
     """
 
     microbatches: tuple[Microbatch, ...]
+    minibatches: tuple[int, ...]
+    """Number of microbatches of each."""
     tokens: int
     trained_tokens: int
     rewards: Tensor
     groups: Tensor
     sample_weights: Tensor
     response_tokens: Tensor
+
+    def parts(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Items, one a microbatch, by minibatch."""
+        ends = list(itertools.accumulate(self.minibatches))
+        return [items[end - count : end] for end, count in zip(ends, self.minibatches, strict=True)]
 
 
 def load(manifest: Manifest, reader: BufferReader, config: Config, version: int) -> Batch:
@@ -58,25 +71,48 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int)
     Raises ValueError when no token of the batch is trained, or a sample exceeds the microbatch limit.
     """
     entries = manifest.samples
-    replicas = config.training.data_parallel
-    shares = divide([entry.tokens for entry in entries], replicas, config.training.max_tokens_per_microbatch)
-    mine = shares[parallel.data_rank()]
-    samples = dict(
-        zip(
-            (i for part in mine for i in part),
-            reader.samples(manifest, [i for part in mine for i in part]),
-            strict=True,
-        )
-    )
-    sample_weights = torch.tensor([entry.weight for entry in entries], dtype=torch.float32)
-    masked_in = torch.tensor([entry.masked_in for entry in entries])
     trained = sum(entry.masked_in for entry in entries if entry.weight > 0)
     if trained == 0:
         raise ValueError(f"the batch of step {manifest.step} has no token to train on")
-    longest = config.rollout.max_response_tokens
-    loss_weights = sample_token_weights(config.algorithm.aggregation, sample_weights, masked_in, longest)
-    token_shares = sample_token_weights("token_mean", sample_weights, masked_in, longest)
     stale = torch.tensor([entry.version != version for entry in entries])
+    minibatches = [
+        _minibatch(part, manifest, reader, config, stale)
+        for part in _consecutive(len(entries), config.algorithm.minibatches)
+    ]
+    return Batch(
+        tuple(microbatch for microbatches in minibatches for microbatch in microbatches),
+        minibatches=tuple(len(microbatches) for microbatches in minibatches),
+        tokens=sum(entry.tokens for entry in entries),
+        trained_tokens=trained,
+        rewards=torch.tensor([entry.reward for entry in entries], dtype=torch.float32),
+        groups=torch.tensor([entry.group for entry in entries]),
+        sample_weights=torch.tensor([entry.weight for entry in entries], dtype=torch.float32),
+        response_tokens=torch.tensor([entry.response_tokens for entry in entries], dtype=torch.float32),
+    )
+
+
+def _consecutive(count: int, parts: int) -> list[range]:
+    """0 to count - 1 in `parts` parts as equal as possible."""
+    edges = [count * i // parts for i in range(parts + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(edges)]
+
+
+def _minibatch(
+    chosen: range, manifest: Manifest, reader: BufferReader, config: Config, stale: Tensor
+) -> list[Microbatch]:
+    """This rank's microbatches of the samples at the chosen positions, weighed as if they were the whole batch."""
+    entries = manifest.samples
+    limit = config.training.max_tokens_per_microbatch
+    divided = divide([entries[i].tokens for i in chosen], config.training.data_parallel, limit)
+    mine = [[chosen[i] for i in part] for part in divided[parallel.data_rank()]]
+    wanted = [i for part in mine for i in part]
+    samples = dict(zip(wanted, reader.samples(manifest, wanted), strict=True))
+    # Of samples outside the minibatch neither weight nor share is read.
+    counted = torch.tensor([entry.weight if i in chosen else 0.0 for i, entry in enumerate(entries)])
+    masked_in = torch.tensor([entry.masked_in for entry in entries])
+    longest = config.rollout.max_response_tokens
+    weights = sample_token_weights(config.algorithm.aggregation, counted, masked_in, longest)
+    shares = sample_token_weights("token_mean", counted, masked_in, longest)
     microbatches = []
     for part in mine:
         packed = pack([samples[i] for i in part], multiple=config.training.tensor_parallel)
@@ -87,17 +123,9 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int)
                 pack=packed,
                 samples=tuple(part),
                 owners=owners.to(device),
-                weights=loss_weights[owners].to(device),
-                shares=token_shares[owners].to(device),
+                weights=weights[owners].to(device),
+                shares=shares[owners].to(device),
                 stale=stale[owners].to(device),
             )
         )
-    return Batch(
-        tuple(microbatches),
-        tokens=sum(entry.tokens for entry in entries),
-        trained_tokens=trained,
-        rewards=torch.tensor([entry.reward for entry in entries], dtype=torch.float32),
-        groups=torch.tensor([entry.group for entry in entries]),
-        sample_weights=sample_weights,
-        response_tokens=torch.tensor([entry.response_tokens for entry in entries], dtype=torch.float32),
-    )
+    return microbatches

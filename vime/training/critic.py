@@ -89,16 +89,20 @@ class Critic:
         outputs = forward(self.chunks, packs, self._tokens)
         return [output[0] if output is not None else None for output in outputs]
 
-    def train(self, items: Sequence[Experience]) -> dict[str, float]:
-        """`critic.updates` updates on a batch; the metrics are of the last of them, the same on every rank."""
-        for last in range(self.settings.updates - 1, -1, -1):
-            updated = self.trainable.update(partial(_train_pack, self.settings.value_clip), items, advance=last == 0)
-        total = sum_over_ranks(torch.stack(updated.sums).double().sum(0) if updated.sums else torch.zeros(2)).tolist()
+    def train(self, parts: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """An update by each minibatch, `critic.updates` times. Metrics: means over the last time, on every rank."""
+        step = partial(_train_pack, self.settings.value_clip)
+        every = [part for _ in range(self.settings.updates) for part in parts]
+        done = [self.trainable.update(step, part, advance=i == len(every) - 1) for i, part in enumerate(every)]
+        last = done[-len(parts) :]
+        sums = [one for updated in last for one in updated.sums]
+        mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(2)
+        total = (sum_over_ranks(mine) / len(parts)).tolist()
         return {
             "train/value_loss": total[0],
             "train/value_clipfrac": total[1],
-            "train/critic_grad_norm": updated.gradient_norm,
-            "train/critic_lr": updated.learning_rate,
+            "train/critic_grad_norm": sum(updated.gradient_norm for updated in last) / len(last),
+            "train/critic_lr": last[0].learning_rate,
         }
 
 

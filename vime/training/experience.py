@@ -45,11 +45,13 @@ class Scores:
 class Experience:
     """A microbatch with what the last stage learns from: float32 [labelled tokens].
 
-    advantages: None on other stages. returns, values: the critic's targets and its values before the step.
+    advantages: None on other stages. before: logprobs of the policy before the step, when several updates need them.
+    returns, values: the critic's targets and its values before the step.
     """
 
     microbatch: Microbatch
     advantages: Tensor | None = None
+    before: Tensor | None = None
     reference: Tensor | None = None
     teacher: Tensor | None = None
     returns: Tensor | None = None
@@ -92,6 +94,7 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Gathered:
         for parts in zip(
             batch.microbatches,
             advantages,
+            scores.before if algorithm.minibatches > 1 else none,
             scores.reference or none,
             scores.teacher or none,
             returns,
@@ -104,7 +107,7 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Gathered:
 
 def _penalties(batch: Batch, scores: Scores, algorithm: Algorithm) -> PerPack:
     """The KL term that is taken from each token's reward."""
-    if not algorithm.needs_policy_before:
+    if not algorithm.kl_of_reward:
         return [None] * len(batch.microbatches)
     return [
         algorithm.kl_coefficient
@@ -118,7 +121,7 @@ def _penalties(batch: Batch, scores: Scores, algorithm: Algorithm) -> PerPack:
 def _of_samples(batch: Batch, penalties: PerPack, algorithm: Algorithm) -> Tensor:
     """Advantages [N] of whole responses, whose reward is less the sum of their tokens' penalties."""
     rewards = batch.rewards
-    if algorithm.needs_policy_before:
+    if algorithm.kl_of_reward:
         sums = torch.zeros(len(rewards), dtype=torch.float64)
         for microbatch, penalty in zip(batch.microbatches, penalties, strict=True):
             if penalty is not None:

@@ -58,7 +58,7 @@ class Learner:
         self.critic = Critic(folder, config) if algorithm.name == "ppo" else None
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One step on a batch. Returns its `train/` metrics, the same on every rank.
+        """One step on a batch. Returns its `train/` metrics, the same on every rank; means over the step's updates.
 
         Raises RuntimeError when a gradient is not finite, UserError when custom logic fails.
         """
@@ -67,25 +67,29 @@ class Learner:
         scores = self._scores([microbatch.pack for microbatch in batch.microbatches])
         gathered = gather(batch, scores, algorithm)
         self.scoring_seconds = time.monotonic() - started
+        parts = batch.parts(gathered.items)
         metrics = gathered.metrics
         if self.critic is not None:
             alone = self.critic.alone
-            metrics = metrics | self.critic.train(gathered.items)
+            metrics = metrics | self.critic.train(parts)
             if alone:
                 return metrics
-        updated = self.trainable.update(partial(_train_microbatch, self.config), gathered.items)
+        step = partial(_train_microbatch, self.config)
+        updates = [self.trainable.update(step, part, advance=part is parts[-1]) for part in parts]
         every = algorithm.reference_refresh
         if self.reference is not None and every and self.scheduler.num_steps % every == 0:
             self.reference.copy([self.policy])
-        sums = torch.stack(updated.sums).double().sum(0) if updated.sums else torch.zeros(len(Sum))
-        total = sum_over_ranks(sums).tolist()
+        sums = [one for update in updates for one in update.sums]
+        mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(len(Sum))
+        total = (sum_over_ranks(mine) / len(updates)).tolist()
         names = METRICS if algorithm.name == "sft" else METRICS | ROLLOUT_METRICS
         if self.teacher is not None:
             names = names | {"train/opd_reverse_kl": Sum.TEACHER_KL}
         metrics |= {name: total[place] for name, place in names.items()}
         if algorithm.name != "sft" and total[Sum.FRESH] > 0:
             metrics["train/train_rollout_logprob_abs_diff"] = total[Sum.LOGPROB_DIFFERENCE] / total[Sum.FRESH]
-        return metrics | {"train/grad_norm": updated.gradient_norm, "train/lr": updated.learning_rate}
+        norm = sum(update.gradient_norm for update in updates) / len(updates)
+        return metrics | {"train/grad_norm": norm, "train/lr": updates[0].learning_rate}
 
     def _scores(self, packs: Sequence[Pack]) -> Scores:
         """The passes before the update that its result needs, and no other."""

@@ -79,7 +79,7 @@ def microbatch_loss(output: Tensor, experience: Experience, algorithm: Algorithm
             algorithm.kl_estimator,
             trained,
             algorithm.kl_clamp,
-            _old(logprobs, microbatch, algorithm) if algorithm.kl_unbiased else None,
+            _old(logprobs, experience, algorithm) if algorithm.kl_unbiased else None,
         )
         kl = weighted_sum(estimates, weights)
         sums[Sum.KL] = kl
@@ -97,7 +97,7 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     microbatch, advantages = experience.microbatch, experience.advantages
     assert advantages is not None, "the last stage knows its advantages"
     rollout, shares, trained = microbatch.pack.rollout_logprobs, microbatch.shares, microbatch.weights > 0
-    before, old = logprobs.detach(), _old(logprobs, microbatch, algorithm)
+    before, old = _before(logprobs, experience), _old(logprobs, experience, algorithm)
     sums: dict[Sum, Tensor] = {}
     if experience.teacher is not None:
         gap = kept(experience.teacher, trained, "teacher_logprobs") - kept(before, trained, "logprobs")
@@ -113,7 +113,7 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
         weight, _ = importance_weights(mismatch, of_sample, algorithm.importance_sampling, *bounds)
         # A ratio from the engine's logprob corrects for the engine by itself.
         per_token = torch.where(_from_rollout(microbatch, algorithm), per_token, per_token * weight)
-    change = torch.where(trained, before - old, torch.zeros_like(old))
+    change = torch.where(trained, logprobs.detach() - old, torch.zeros_like(old))
     values = {
         Sum.CLIPPED: clipped.float(),
         # Only weights that sampled a token can be asked whether they agree with the engine about it.
@@ -140,12 +140,19 @@ def _from_rollout(microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
             return torch.ones_like(microbatch.stale)
 
 
-def _old(logprobs: Tensor, microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
-    """Logprobs [T] of the policy that ratios are taken from.
+def _before(logprobs: Tensor, experience: Experience) -> Tensor:
+    """Logprobs [T] of the policy before the step.
 
-    One update a batch: the policy before the step is the one that is differentiated, so no other pass is needed.
+    With one update a batch that is the policy that is differentiated, so no other pass is needed.
     """
-    return torch.where(_from_rollout(microbatch, algorithm), microbatch.pack.rollout_logprobs, logprobs.detach())
+    return logprobs.detach() if experience.before is None else experience.before
+
+
+def _old(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> Tensor:
+    """Logprobs [T] of the policy that ratios are taken from."""
+    microbatch = experience.microbatch
+    rollout = microbatch.pack.rollout_logprobs
+    return torch.where(_from_rollout(microbatch, algorithm), rollout, _before(logprobs, experience))
 
 
 def _loss(
