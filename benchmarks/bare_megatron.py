@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vime.config import Training
 from vime.models.family import Architecture
-from vime.training.model import layer_spec, transformer_config
+from vime.training.model import block_spec, transformer_config
 from vime.training.pack import IGNORE, Pack
 
 
@@ -32,7 +32,7 @@ class BareLoop:
         config.calculate_per_token_loss = False  # Megatron's default: it averages over microbatches and ranks
         self.model = GPTModel(
             config,
-            layer_spec(architecture),
+            block_spec(architecture, config, None),
             vocab_size=architecture.vocabulary,
             max_sequence_length=architecture.context,
             share_embeddings_and_output_weights=architecture.tied,

@@ -171,12 +171,13 @@ def _take_turns(config: Config, folder: Path, manifest: Manifest, rounds: int) -
     from vime.training.learner import Learner
 
     learner = Learner(config, folder / "hf")
-    bare = BareLoop(learner.policy.architecture, config.training, learner.policy.state_dict())
+    (policy,) = learner.policy
+    bare = BareLoop(policy.architecture, config.training, policy.state_dict())
     reader = BufferReader(RunDir(folder), config.buffer)
     loaded = batch.load(manifest, reader, config, version=0)
     packs = [microbatch.pack for microbatch in loaded.microbatches]
     with torch.no_grad():
-        loss = -float(learner.policy(**model.inputs(packs[0]))[0].mean())
+        loss = -float(policy(**model.inputs(packs[0]))[0].mean())
     if abs(loss - bare.loss(packs[0])) > 1e-4 * loss:
         raise RuntimeError(f"the two do not compute the same: loss {loss} here, {bare.loss(packs[0])} bare")
     candidates: dict[str, Callable[[], Any]] = {

@@ -92,15 +92,20 @@ def _take_turns(
     import torch.distributed as dist
 
     from vime.buffer.control import Control
-    from vime.training import hf_weights, parallel
+    from vime.models.hf_folder import torch_dtype
+    from vime.training import parallel
+    from vime.training.hf_export import Exporter
     from vime.training.learner import Learner
     from vime.training.weights import WeightSync
 
     parallel.initialize(config, store, rank, world_size)
     learner = Learner(config, role.model)
     control = Control.connect(replace(role, rank=rank), 60.0)
-    shapes = hf_weights.shapes(learner.policy)
-    tensors = [torch.zeros(shape) for _, shape in shapes]
+    # Only leading ranks gather; every rank takes part in the raw broadcasts.
+    exporter = Exporter(learner.policy, torch_dtype(config.rollout.dtype)) if parallel.is_leading() else ()
+    sizes = [[list(meta.shape) for meta in exporter.metadata] if isinstance(exporter, Exporter) else []]
+    dist.broadcast_object_list(sizes, src=0)
+    tensors = [torch.zeros(size) for size in sizes[0]]
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     seconds: dict[str, list[float]] = defaultdict(list)
     calls: dict[str, list[float]] = defaultdict(list)
@@ -125,7 +130,7 @@ def _take_turns(
         # A sender is done when the kernel has its bytes: the barrier waits for the receiver.
         timed("raw", lambda: (dist.broadcast(flat, src=0), dist.barrier()))
         timed("raw_tensors", lambda: ([dist.broadcast(tensor, src=0) for tensor in tensors], dist.barrier()))
-        timed("export", lambda: [None for _ in hf_weights.export(learner.policy, torch.float32)])
+        timed("export", lambda: [None for _ in exporter])
         if rank == 0:
             _time_calls(config, role, control, learner, updates, calls)
         dist.barrier()

@@ -26,7 +26,7 @@ from vime.time_limit import TimeLimit, seconds
 class TinyModel(Section):
     """A model that vime makes for tests and first runs, instead of one that was downloaded."""
 
-    family: Literal["qwen3"] = "qwen3"
+    family: Literal["qwen3", "qwen3_moe", "glm4_moe"] = "qwen3"
     """Model family; also the `model_type` of its Hugging Face configuration."""
     layers: int = Field(4, ge=1)
     """Transformer layers."""
@@ -40,6 +40,20 @@ class TinyModel(Section):
     """Width of one head."""
     ffn: int = Field(384, ge=8)
     """Width of the gated feed-forward layer."""
+    experts: int = Field(0, ge=0)
+    """Experts of a mixture-of-experts layer; 0 in a dense family."""
+    top_k: int = Field(2, ge=1)
+    """Experts that a token uses."""
+    expert_ffn: int = Field(128, ge=8)
+    """Width of one expert."""
+    shared_experts: int = Field(1, ge=0)
+    """glm4_moe: experts, of the same width, that every token uses."""
+    dense_layers: int = Field(1, ge=0)
+    """glm4_moe: first layers that have no experts."""
+    qk_norm: bool = False
+    """glm4_moe: whether queries and keys are normalised, which the other families always do."""
+    routing_bias: float = Field(0.0, ge=0)
+    """glm4_moe: standard deviation of the router's selection bias."""
     context: int = Field(512, ge=16)
     """Longest sequence, in tokens."""
     tied_embeddings: bool = True
@@ -48,6 +62,24 @@ class TinyModel(Section):
     """Standard deviation of the initial weights."""
     seed: int = 0
     """Seed of the initial weights."""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> TinyModel:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.tiny.heads={self.heads} is not a multiple of model.tiny.kv_heads={self.kv_heads}")
+        if (self.experts > 0) != (self.family != "qwen3"):
+            raise ValueError(
+                f"model.tiny.experts={self.experts} with model.tiny.family={self.family}: qwen3 has none, the others"
+                " some"
+            )
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"model.tiny.top_k={self.top_k} exceeds model.tiny.experts={self.experts}")
+        if self.family == "glm4_moe" and self.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.tiny.dense_layers={self.dense_layers} leaves none of model.tiny.layers={self.layers} with"
+                " experts"
+            )
+        return self
 
 
 class Shape(Section):
@@ -129,7 +161,15 @@ class Training(Section):
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence."""
     expert_parallel: int = Field(1, ge=1)
-    """Ranks that the experts of a mixture-of-experts layer are divided over; each expert is whole on its rank."""
+    """Ranks that the experts of a mixture-of-experts layer are divided over."""
+    expert_tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share one expert. 1: each expert is whole on its rank."""
+    expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens reach their experts: by collectives, or by DeepEP's kernels where they are installed (GPUs only)."""
+    virtual_stages: int = Field(1, ge=1)
+    """Pieces of the model on each pipeline stage: more of them shorten the pipeline's idle ends."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of the core attention, or those of whole layers."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel regions along the sequence."""
     steps: int = Field(100, ge=1)
@@ -188,13 +228,18 @@ class Training(Section):
                 f" {' x '.join(str(getattr(self, name)) for name in names)} = {self.replica}"
             )
         stage = self.ranks // self.pipeline_parallel
-        if stage % self.expert_parallel:
+        experts, named = self.expert_parallel * self.expert_tensor_parallel, f"expert_parallel={self.expert_parallel}"
+        if self.expert_tensor_parallel > 1:
+            named += f" x expert_tensor_parallel={self.expert_tensor_parallel}"
+        if stage % experts:
             raise ValueError(
-                f"training.expert_parallel={self.expert_parallel} does not divide the {stage} ranks of a pipeline stage"
+                f"training.{named} does not divide the {stage} ranks of a pipeline stage"
                 f" (training.ranks={self.ranks} / training.pipeline_parallel={self.pipeline_parallel})"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("training.sequence_parallel needs training.tensor_parallel above 1")
+        if self.virtual_stages > 1 and self.pipeline_parallel == 1:
+            raise ValueError("training.virtual_stages needs training.pipeline_parallel above 1")
         return self
 
 

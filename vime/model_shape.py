@@ -30,7 +30,7 @@ def read_shape(model: Model) -> ModelShape:
     """
     if model.tiny is not None:
         tiny = model.tiny
-        return ModelShape(tiny.layers, tiny.heads, tiny.kv_heads, tiny.context)
+        return ModelShape(tiny.layers, tiny.heads, tiny.kv_heads, tiny.context, tiny.experts)
     shape = model.shape
     declared = None
     if shape is not None:
@@ -62,8 +62,10 @@ def _read_folder(path: Path) -> ModelShape:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             context=int(config["max_position_embeddings"]),
-            # Qwen3 calls them num_experts, GLM n_routed_experts.
-            experts=int(config.get("num_experts") or config.get("n_routed_experts") or 0),
+            # Qwen3 calls them num_experts, or num_local_experts in newer files, GLM n_routed_experts.
+            experts=int(
+                config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+            ),
         )
     except FileNotFoundError:
         raise UserError(f"model.path: {path} is no Hugging Face model folder: it has no config.json") from None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from vime.config import TinyModel
 from vime.errors import UserError
 from vime.models.family import architecture
-from vime.models.hf_folder import INDEX, HfReader, HfWriter
+from vime.models.hf_folder import INDEX, HfReader, HfWriter, join_shards
 from vime.models.tiny import make_tiny
 from vime.models.weight import join_qkv, join_rows, split_halves, split_qkv
 
@@ -112,6 +112,7 @@ def test_shards_are_written_and_read_part_by_part(tmp_path: Path) -> None:
     writer = HfWriter(tmp_path, shard_bytes=2 * 8 * 4 * 4)
     writer.write(tensors.items())
     writer.close()
+    join_shards(tmp_path, [0])
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
         f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)
     ]

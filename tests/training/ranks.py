@@ -7,10 +7,13 @@ that fails ends them all; the next one starts new ones.
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import CellType
 from typing import Any
 
 import torch
@@ -56,15 +59,28 @@ class Ranks:
         workers = self._workers[:world_size]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((target, rank, world_size, str(store), args))
-        results, errors = [], []
-        for rank, (_, pipe) in enumerate(workers):
-            try:
-                good, value = (
-                    pipe.recv() if pipe.poll(JOB_TIMEOUT if not errors else 5.0) else (False, "no answer in time")
-                )
-            except EOFError:
-                good, value = False, "the process ended"
-            results.append(value) if good else errors.append(f"rank {rank}: {value}")
+        answers: dict[int, Any] = {}
+        errors: list[str] = []
+        deadline = time.monotonic() + JOB_TIMEOUT
+        while len(answers) < world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in answers}
+            ready = wait(list(waiting), left)
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process ended"
+                answers[rank] = value
+                if not good:
+                    errors.append(f"rank {rank}: {value}")
+                    deadline = min(deadline, time.monotonic() + 5.0)  # the others wait for it in vain, or fail too
+            if errors and not ready:
+                break
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        if silent and not errors:
+            errors.append(f"ranks {silent}: no answer in time")
+        results = [answers.get(rank) for rank in range(world_size)]
         if errors:
             self.close()
             raise AssertionError("\n".join(errors))
@@ -102,4 +118,20 @@ def _serve(pipe: Connection) -> None:
                 answer = (False, traceback.format_exc())
             finally:
                 parallel.shutdown()
+                _forget_models()
             pipe.send(answer)
+
+
+def _forget_models() -> None:
+    """Free what a job left: its process groups are some fifty threads, which would add up over a session.
+
+    The hooks of Megatron's data-parallel wrapper hold the wrapper, in a cycle through autograd that is never collected.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for thing in gc.get_objects():
+        if isinstance(thing, DistributedDataParallel):
+            for cell in gc.get_referrers(thing):
+                if isinstance(cell, CellType):
+                    del cell.cell_contents
+    gc.collect()

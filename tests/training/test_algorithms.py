@@ -89,7 +89,7 @@ def _step(
 ) -> dict[str, Any]:
     """Steps on one batch; the second one sees values and a reference that differ from the policy's own."""
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_weights, parallel
+    from vime.training import batch, hf_export, parallel
     from vime.training.learner import Learner
 
     if "teacher" in algorithm:
@@ -113,7 +113,7 @@ def _step(
     for _ in range(steps):
         loaded = batch.load(manifest, BufferReader(RunDir(folder), config.buffer), config, version=1)
         metrics.append(learner.train(loaded))
-    weights = dict(hf_weights.export(learner.policy, torch.float32)) if parallel.is_first_replica() else {}
+    weights = dict(hf_export.export(learner.policy, torch.float32)) if parallel.is_leading() else {}
     return {"metrics": metrics, "weights": weights, "passes": passes}
 
 

@@ -45,7 +45,7 @@ def _train(
 ) -> dict[str, Any]:
     """Steps until `until`, one batch each, then a save. Loads first when `resume`."""
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_weights, parallel
+    from vime.training import batch, hf_export, parallel
     from vime.training.checkpoint import Checkpoints
     from vime.training.learner import Learner
 
@@ -62,7 +62,7 @@ def _train(
         metrics.append(learner.train(batch.load(manifest, BufferReader(RunDir(run), config.buffer), config, version=0)))
         torch.rand(1 + rank)  # a random state that a load must bring back
     saved = checkpoints.save(until, {"epoch": 0, "position": until})
-    weights = dict(hf_weights.export(learner.policy, torch.float32)) if parallel.is_first_replica() else {}
+    weights = dict(hf_export.export(learner.policy, torch.float32)) if parallel.is_leading() else {}
     return {
         "metrics": metrics,
         "weights": weights,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 
 from tests.training.ranks import Ranks, tiny_config
-from tests.training.test_model import TINY
+from tests.training.test_model import make_model
 from vime.buffer.chunk import write_chunk
 from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
-from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
 
 LEARNING_RATE = 1e-3
@@ -31,6 +31,31 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_small_microbatches": (2, {"max_tokens_per_microbatch": 40}),
     "pp2_small_microbatches": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 40}),
     "one_token_chunks": (1, {"logprob_chunk_tokens": 1}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_stages": 2, "max_tokens_per_microbatch": 40}),
+    "cp2": (2, {"context_parallel": 2}),
+    "tp2_cp2": (4, {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2}),
+    "recompute_full": (1, {"recompute": "full"}),
+    "recompute_selective": (1, {"recompute": "selective"}),
+}
+MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2_vpp2_ep2": (
+        4,
+        {"pipeline_parallel": 2, "virtual_stages": 2, "expert_parallel": 2, "max_tokens_per_microbatch": 40},
+    ),
+    "cp2_ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
+    "ep2": (2, {"expert_parallel": 2}),
+    "ep2_plain_optimizer": (2, {"expert_parallel": 2, "distributed_optimizer": False}),
+    "tp2_ep2_recompute_full": (
+        2,
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "recompute": "full"},
+    ),
+    "tp2_ep2_dp2": (4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+    "ep2_etp2": (
+        4,
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2},
+    ),
 }
 
 
@@ -73,7 +98,7 @@ def _step(
     rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest, sections: dict[str, Any]
 ) -> dict[str, Any]:
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_weights, parallel
+    from vime.training import batch, hf_export, parallel
     from vime.training.learner import Learner
 
     config = tiny_config(
@@ -91,31 +116,52 @@ def _step(
     learner = Learner(config, model)
     loaded = batch.load(manifest, BufferReader(RunDir(run), config.buffer), config, version=0)
     metrics = learner.train(loaded)
-    weights = dict(hf_weights.export(learner.policy, torch.float32)) if parallel.is_first_replica() else {}
+    weights = dict(hf_export.export(learner.policy, torch.float32)) if parallel.is_leading() else {}
     return {"metrics": metrics, "weights": weights, "microbatches": len(loaded.microbatches)}
 
 
+@dataclass
+class Prepared:
+    """Models and a batch, and the step of one rank with each of them."""
+
+    folder: Path
+    manifest: Manifest
+    expected: dict[tuple[str, str], dict[str, Any]]
+
+    def model(self, family: str) -> Path:
+        """The tiny model of a family."""
+        model = self.folder / family
+        if not model.exists():
+            make_model(family, model)
+        return model
+
+
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     folder = tmp_path_factory.mktemp("step")
-    make_tiny(TINY, folder / "hf")
-    return folder / "hf", folder, write_batch(folder)
+    return Prepared(folder, write_batch(folder), {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "algorithm", [{"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {"name": "sft"}], ids=["grpo", "sft"]
-)
+ALGORITHMS = {"grpo": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, "sft": {"name": "sft"}}
+CASES = [
+    *(("qwen3", layout, algorithm) for layout in LAYOUTS for algorithm in ALGORITHMS),
+    *((family, layout, "grpo") for family in ("qwen3_moe", "glm4_moe") for layout in MOE_LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "algorithm"), CASES)
 def test_a_step_is_the_same_in_every_layout(
-    ranks: Ranks, prepared: tuple[Path, Path, Manifest], layout: str, algorithm: dict[str, Any]
+    ranks: Ranks, prepared: Prepared, family: str, layout: str, algorithm: str
 ) -> None:
-    model, run, manifest = prepared
-    rollout = {"engines": 0} if algorithm.get("name") == "sft" else {"temperature": 0.7}
-    sections = {"algorithm": algorithm, "rollout": rollout}
-    (expected,) = ranks.run(1, _step, model, run, manifest, sections)
-    world_size, training = LAYOUTS[layout]
+    model, run, manifest = prepared.model(family), prepared.folder, prepared.manifest
+    rollout = {"engines": 0} if algorithm == "sft" else {"temperature": 0.7}
+    sections = {"algorithm": ALGORITHMS[algorithm], "rollout": rollout}
+    if (family, algorithm) not in prepared.expected:
+        (prepared.expected[family, algorithm],) = ranks.run(1, _step, model, run, manifest, sections)
+    expected = prepared.expected[family, algorithm]
+    world_size, training = (LAYOUTS if family == "qwen3" else MOE_LAYOUTS)[layout]
     results = ranks.run(world_size, _step, model, run, manifest, {**sections, "training": training})
-    assert (results[0]["microbatches"] > 1) == ("small" in layout)
+    assert (results[0]["microbatches"] > 1) == ("max_tokens_per_microbatch" in training)
     for result in results:
         for name, value in expected["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, abs=1e-5, rel=1e-5), name

@@ -15,8 +15,12 @@ from pydantic import BaseModel, ValidationError
 from vime.errors import UserError
 from vime.models.weight import Weight
 
-# model_type of the Hugging Face config -> module with parse, architecture, layer_weights, edge_weights
-FAMILIES = {"qwen3": "vime.models.qwen3"}
+# model_type of the Hugging Face config -> module with HfConfig and architecture
+FAMILIES = {
+    "qwen3": "vime.models.qwen3",
+    "qwen3_moe": "vime.models.qwen3_moe",
+    "glm4_moe": "vime.models.glm4_moe",
+}
 
 # Keys of a Hugging Face config that do not change what the network computes.
 IGNORED_KEYS = frozenset(
@@ -35,6 +39,10 @@ class Architecture:
     tied: whether the output layer shares the embedding.
     layer_weights: (global layer index, index within the stage) -> the layer's weights.
     embedding, final_norm, output: the weights outside the layers; output is None when tied.
+    qk_norm: whether queries and keys are normalised.
+    moe_layers: for each layer whether it has experts; empty for a dense model.
+    experts, top_k: of such a layer, and how many of them a token uses.
+    kept_aside: prefixes of tensors that take no part in training and are exported as they came.
     """
 
     model_type: str
@@ -50,6 +58,10 @@ class Architecture:
     final_norm: Weight
     output: Weight | None
     qk_norm: bool
+    moe_layers: tuple[bool, ...] = ()
+    experts: int = 0
+    top_k: int = 0
+    kept_aside: tuple[str, ...] = ()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

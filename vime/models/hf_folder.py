@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,14 @@ class HfReader:
 
 
 class HfWriter:
-    """Writes tensors into a folder as safetensors shards of at most `shard_bytes`, the index last."""
+    """Writes tensors into a folder as safetensors shards of at most `shard_bytes`; `join_shards` makes them a model.
 
-    def __init__(self, folder: Path, shard_bytes: int = 4 << 30) -> None:
+    Several processes may write to one folder, each with a `writer` number of its own.
+    """
+
+    def __init__(self, folder: Path, writer: int = 0, shard_bytes: int = 4 << 30) -> None:
         self.folder = folder
+        self._writer = writer
         self._limit = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -90,31 +95,61 @@ class HfWriter:
             self._pending_bytes += size
 
     def close(self) -> None:
-        """Flush the last shard, name the shards i-of-n and write the index."""
+        """Flush the last shard and leave word of what was written."""
         self._flush()
-        count = len(self._shards)
-        if count == 1:
-            (self.folder / self._temporary(0)).rename(self.folder / SINGLE)
-            return
-        weight_map = {}
-        for i, names in enumerate(self._shards):
-            file_name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self.folder / self._temporary(i)).rename(self.folder / file_name)
-            weight_map.update(dict.fromkeys(names, file_name))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        written = {"shards": self._shards, "bytes": self._total_bytes}
+        (self.folder / _LISTING.format(self._writer)).write_text(json.dumps(written), encoding="utf-8")
 
     def _flush(self) -> None:
         if not self._pending:
             return
-        save_file(self._pending, self.folder / self._temporary(len(self._shards)), metadata={"format": "pt"})
+        path = self.folder / _SHARD.format(self._writer, len(self._shards))
+        save_file(self._pending, path, metadata={"format": "pt"})
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
 
-    @staticmethod
-    def _temporary(shard: int) -> str:
-        return f".shard-{shard:05d}.tmp"
+
+_LISTING, _SHARD = ".writer-{:05d}.json", ".shard-{:05d}-{:05d}.tmp"
+
+
+def join_shards(folder: Path, writers: Sequence[int], wait: float = 60.0) -> None:
+    """Make one model of what the writers wrote and closed: number the shards and write the index, last.
+
+    wait: seconds that another node's listing may take to show. Raises TimeoutError naming one that does not.
+    """
+    shards: list[tuple[str, list[str]]] = []
+    total = 0
+    for writer in writers:
+        listing = folder / _LISTING.format(writer)
+        written = json.loads(_await_text(listing, wait))
+        shards += [(_SHARD.format(writer, i), names) for i, names in enumerate(written["shards"])]
+        total += written["bytes"]
+        listing.unlink()
+    if len(shards) == 1:
+        (folder / shards[0][0]).rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for i, (temporary, names) in enumerate(shards):
+        file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / temporary).rename(folder / file_name)
+        weight_map.update(dict.fromkeys(names, file_name))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _await_text(path: Path, seconds: float) -> str:
+    """A small file's text once it shows, complete; JSON that another node wrote and closed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            text = path.read_text(encoding="utf-8")
+            json.loads(text)
+            return text
+        except (FileNotFoundError, ValueError):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} did not show within {seconds:g} s") from None
+            time.sleep(0.1)
 
 
 def copy_sidecars(source: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ The folder is an ordinary Hugging Face one, so that everything that reads a down
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vime.config import TinyModel
 
@@ -26,7 +27,7 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -43,7 +44,9 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        tiny.family,
+        **_sizes(tiny),
         vocab_size=len(fast),
         hidden_size=tiny.hidden,
         intermediate_size=tiny.ffn,
@@ -62,5 +65,27 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=tiny.routing_bias)
     model.generation_config.eos_token_id = fast.eos_token_id
     model.save_pretrained(folder)
+
+
+def _sizes(tiny: TinyModel) -> dict[str, Any]:
+    """Those entries of the configuration that only the family has."""
+    if tiny.family == "qwen3":
+        return {}
+    experts = {"num_experts_per_tok": tiny.top_k, "moe_intermediate_size": tiny.expert_ffn, "norm_topk_prob": True}
+    if tiny.family == "qwen3_moe":
+        return {**experts, "num_experts": tiny.experts}
+    return {
+        **experts,
+        "n_routed_experts": tiny.experts,
+        "n_shared_experts": tiny.shared_experts,
+        "first_k_dense_replace": tiny.dense_layers,
+        "use_qk_norm": tiny.qk_norm,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    }

@@ -3,6 +3,7 @@
 A tensor-parallel rank holds a part of each Hugging Face tensor: an equal share along one axis, or all of it. `join`
 builds the rank's Megatron parameter from those parts and `split` is its inverse, so the same few lines serve loading
 (each rank reads only its parts) and export (parts are gathered along the axis). Both are exact: they only move values.
+An expert's weights are whole on the expert-parallel rank that has it, or divided over its expert-tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ def _alone(local: Tensor) -> list[Tensor]:
 class Weight:
     """One Megatron parameter.
 
-    megatron: parameter name inside its model chunk, with the layer's index local to the pipeline stage.
+    megatron: parameter name inside its model chunk, with the layer's index local to the chunk. Experts are called
+        `mlp.experts.<index among all>.`, whatever module holds them.
     hf: names of the Hugging Face tensors it is made of.
     axis: axis along which each of those is divided over tensor-parallel ranks; None when every rank holds all of it.
     join: parts of the `hf` tensors, in order -> the rank's Megatron tensor.
     split: the inverse of join.
+    expert: the expert that it belongs to, by its index among all of the layer, or None.
+    float32: whether it stays float32 whatever the rest of the model is.
     """
 
     megatron: str
@@ -41,6 +45,8 @@ class Weight:
     axis: int | None = None
     join: Callable[[Parts], Tensor] = _same
     split: Callable[[Tensor], list[Tensor]] = _alone
+    expert: int | None = None
+    float32: bool = False
 
 
 def join_rows(parts: Parts) -> Tensor:

@@ -15,8 +15,8 @@ from vime.buffer.manifest import Manifest
 from vime.buffer.reader import BufferReader
 from vime.config import Config
 from vime.training import parallel
-from vime.training.batching import divide
-from vime.training.pack import Pack, pack
+from vime.training.batching import Microbatches, divide_into_packs
+from vime.training.pack import Pack, Place, pack
 
 T = TypeVar("T")
 
@@ -75,9 +75,14 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int)
     if trained == 0:
         raise ValueError(f"the batch of step {manifest.step} has no token to train on")
     stale = torch.tensor([entry.version != version for entry in entries])
+    place = parallel.pack_place()
+    parts = _consecutive(len(entries), config.algorithm.minibatches)
+    mine = [_mine(part, manifest, config, place) for part in parts]
+    largest = max(place.size([entries[i].tokens for i in content]) for division in mine for content in division)
+    size = largest if config.training.virtual_stages > 1 else None
     minibatches = [
-        _minibatch(part, manifest, reader, config, stale)
-        for part in _consecutive(len(entries), config.algorithm.minibatches)
+        _minibatch(part, division, manifest, reader, config, stale, place, size)
+        for part, division in zip(parts, mine, strict=True)
     ]
     return Batch(
         tuple(microbatch for microbatches in minibatches for microbatch in microbatches),
@@ -97,14 +102,28 @@ def _consecutive(count: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(edges)]
 
 
+def _mine(chosen: range, manifest: Manifest, config: Config, place: Place) -> Microbatches:
+    """Positions of this rank's samples among the chosen ones, a list a microbatch."""
+    lengths = [manifest.samples[i].tokens for i in chosen]
+    divided = divide_into_packs(lengths, config.training.data_parallel, config.training, place)
+    return [[chosen[i] for i in part] for part in divided[parallel.data_rank()]]
+
+
 def _minibatch(
-    chosen: range, manifest: Manifest, reader: BufferReader, config: Config, stale: Tensor
+    chosen: range,
+    mine: Microbatches,
+    manifest: Manifest,
+    reader: BufferReader,
+    config: Config,
+    stale: Tensor,
+    place: Place,
+    size: int | None,
 ) -> list[Microbatch]:
-    """This rank's microbatches of the samples at the chosen positions, weighed as if they were the whole batch."""
+    """This rank's microbatches of the samples at the chosen positions, weighed as if they were the whole batch.
+
+    size: of every pack, or None for as small as each can be.
+    """
     entries = manifest.samples
-    limit = config.training.max_tokens_per_microbatch
-    divided = divide([entries[i].tokens for i in chosen], config.training.data_parallel, limit)
-    mine = [[chosen[i] for i in part] for part in divided[parallel.data_rank()]]
     wanted = [i for part in mine for i in part]
     samples = dict(zip(wanted, reader.samples(manifest, wanted), strict=True))
     # Of samples outside the minibatch neither weight nor share is read.
@@ -115,7 +134,7 @@ def _minibatch(
     shares = sample_token_weights("token_mean", counted, masked_in, longest)
     microbatches = []
     for part in mine:
-        packed = pack([samples[i] for i in part], multiple=config.training.tensor_parallel)
+        packed = pack([samples[i] for i in part], place, size)
         device = packed.sample.device
         owners = torch.tensor(part, dtype=torch.int64)[packed.sample.cpu()]
         microbatches.append(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from vime.config import Training
+from vime.training.pack import Place
+
 Microbatches = list[list[int]]
 """Indices of samples, a list a microbatch."""
 
 
-def divide(lengths: Sequence[int], ranks: int, limit: int) -> list[Microbatches]:
+def divide(lengths: Sequence[int], ranks: int, limit: int, multiple: int = 1) -> list[Microbatches]:
     """Divide samples over data-parallel ranks, balanced by tokens, each rank with the same number of microbatches.
 
-    lengths: tokens of each sample. limit: most tokens of one microbatch.
+    lengths: tokens of each sample. limit: most tokens of one microbatch. multiple: of which the number of microbatches
+    must be one.
     Returns the microbatches of each rank. A microbatch may be empty when a rank has fewer samples than others have
     microbatches: the rank still takes part in the step's collectives.
     Raises ValueError when a sample is longer than `limit`.
@@ -22,6 +26,7 @@ def divide(lengths: Sequence[int], ranks: int, limit: int) -> list[Microbatches]
             raise ValueError(f"sample {i} has {length} tokens, more than training.max_tokens_per_microbatch={limit}")
     shares = _balance(range(len(lengths)), lengths, ranks)
     count = max(1, *(len(_first_fit(share, lengths, limit)) for share in shares))
+    count = -(-count // multiple) * multiple
     return [_into(share, lengths, limit, count) for share in shares]
 
 
@@ -60,3 +65,17 @@ def _into(indices: Sequence[int], lengths: Sequence[int], limit: int, count: int
         return even
     tight = _first_fit(indices, lengths, limit)
     return tight + [[] for _ in range(count - len(tight))]
+
+
+def divide_into_packs(lengths: Sequence[int], ranks: int, training: Training, place: Place) -> list[Microbatches]:
+    """`divide` for packs of these sizes on this layout: what one rank takes of a pack is within the limit.
+
+    Raises ValueError when a sample is too long for a pack.
+    """
+    return divide(
+        [place.padded(length) for length in lengths],
+        ranks,
+        training.max_tokens_per_microbatch * training.context_parallel,
+        # The interleaved schedule takes microbatches in turns of one for each stage.
+        multiple=training.pipeline_parallel if training.virtual_stages > 1 else 1,
+    )

@@ -36,8 +36,8 @@ class _NoStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
+        return lambda *args, **kwargs: self  # what records or queries one gets another of these
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -70,6 +70,8 @@ def enable() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _patch_random()
     _patch_optimizers()
+    _patch_experts()
+    _patch_uneven_collectives()
 
 
 def _patch_random() -> None:
@@ -101,3 +103,48 @@ def _patch_optimizers() -> None:
 
     # Only Megatron's optimizers ask without an argument; a conversion (with a dtype) stays what it is.
     torch.Tensor.type = cuda_name  # type: ignore[method-assign, assignment]
+
+
+def _patch_experts() -> None:
+    """The router and the token dispatcher."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Megatron-core 0.16.1 tests this name for None, but defines it only beside Transformer Engine.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+    def as_numpy_too(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    # The original only turns what was on a GPU into the arrays that the all-to-all takes its sizes from.
+    token_dispatcher.maybe_move_tensor_to_cpu = as_numpy_too  # type: ignore[attr-defined]
+
+
+def _patch_uneven_collectives() -> None:
+    """Expert-tensor-parallel ranks hold different numbers of tokens; gloo gathers and scatters only equal parts."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_uneven(tensor: torch.Tensor, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes = kwargs.pop("output_split_sizes", sizes)
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, None, *args, **kwargs)
+        longest = max(sizes)
+        padded = torch.cat([tensor, tensor.new_zeros(longest - tensor.shape[0], *tensor.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @functools.wraps(scatter)
+    def scatter_uneven(tensor: torch.Tensor, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes = kwargs.pop("input_split_sizes", sizes)
+        if sizes is None or group.size() == 1:
+            return scatter(tensor, group, None, *args, **kwargs)
+        total = tensor.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven

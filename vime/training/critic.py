@@ -69,11 +69,10 @@ class Critic:
         """folder: of the initial policy. Raises UserError when the model is not supported."""
         self.settings = config.algorithm.critic
         folder = self.settings.path or folder
-        network = model.build(architecture(folder), config, ValueModel)
-        hf_weights.load(network, HfReader(folder))
-        network.become()
-        self.chunks = [network]
-        self._tokens = config.training.max_tokens_per_microbatch
+        self.chunks = model.build(architecture(folder), config, ValueModel)
+        hf_weights.load(self.chunks, HfReader(folder))
+        for chunk in self.chunks:
+            chunk.become()
         training = config.training.model_copy(
             update={"learning_rate": self.settings.learning_rate, "warmup_steps": self.settings.warmup_steps}
         )
@@ -86,7 +85,7 @@ class Critic:
 
     def values(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Float32 [labelled tokens] of each pack on the last stage, None on the others."""
-        outputs = forward(self.chunks, packs, self._tokens)
+        outputs = forward(self.chunks, packs)
         return [output[0] if output is not None else None for output in outputs]
 
     def train(self, parts: Sequence[Sequence[Experience]]) -> dict[str, float]:
@@ -116,8 +115,9 @@ def _train_pack(
         old, returns = experience.values, experience.returns
         assert old is not None, "the last stage knows the values"
         assert returns is not None, "the last stage knows the returns"
+        values = model.assemble(output, microbatch.pack)[0]
         try:
-            losses, clipped = value_loss(output[0], old, returns, microbatch.weights > 0, value_clip)
+            losses, clipped = value_loss(values, old, returns, microbatch.weights > 0, value_clip)
         except NonFiniteLogprob as error:
             sample = int(microbatch.owners[error.index])
             raise RuntimeError(

@@ -28,14 +28,12 @@ class Frozen:
                 f"{field}={folder} has a vocabulary of {shape.vocabulary} words and the policy one of {vocabulary}:"
                 " their logprobs cannot be compared"
             )
-        network = model.build(shape, config, model.Policy).requires_grad_(False).eval()
-        hf_weights.load(network, HfReader(folder))
-        self.chunks = [network]
-        self._tokens = config.training.max_tokens_per_microbatch
+        self.chunks = [chunk.requires_grad_(False).eval() for chunk in model.build(shape, config, model.Policy)]
+        hf_weights.load(self.chunks, HfReader(folder))
 
     def logprobs(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Float32 [labelled tokens] of each pack on the last stage, None on the others."""
-        outputs = forward(self.chunks, packs, self._tokens)
+        outputs = forward(self.chunks, packs)
         return [output[0] if output is not None else None for output in outputs]
 
     @torch.no_grad()

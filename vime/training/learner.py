@@ -19,12 +19,12 @@ from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
 from vime.training import hf_weights, model, parallel
 from vime.training.batch import Batch
-from vime.training.batching import divide
+from vime.training.batching import divide_into_packs
 from vime.training.critic import Critic
 from vime.training.experience import Experience, Scores, gather
 from vime.training.frozen import Frozen
 from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
-from vime.training.pack import Pack, pack
+from vime.training.pack import Pack, pack_all
 from vime.training.reduce import sum_over_ranks
 from vime.training.trainable import Trainable, forward
 
@@ -36,13 +36,10 @@ class Learner:
         """Build and load the policy of a Hugging Face folder. Raises UserError when it is not supported."""
         self.config = config
         shape = architecture(folder)
-        if shape.layers % config.training.pipeline_parallel:
-            raise ValueError(
-                f"{shape.layers} layers do not divide by training.pipeline_parallel={config.training.pipeline_parallel}"
-            )
         self.policy = model.build(shape, config, model.Policy)
+        """This rank's chunks of the model."""
         hf_weights.load(self.policy, HfReader(folder))
-        self.trainable = Trainable([self.policy], config, config.training)
+        self.trainable = Trainable(self.policy, config, config.training)
         self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
         self.scoring_seconds = 0.0
         """Seconds that the last step spent on forward passes before its update."""
@@ -78,7 +75,7 @@ class Learner:
         updates = [self.trainable.update(step, part, advance=part is parts[-1]) for part in parts]
         every = algorithm.reference_refresh
         if self.reference is not None and every and self.scheduler.num_steps % every == 0:
-            self.reference.copy([self.policy])
+            self.reference.copy(self.policy)
         sums = [one for update in updates for one in update.sums]
         mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(len(Sum))
         total = (sum_over_ranks(mine) / len(updates)).tolist()
@@ -103,27 +100,27 @@ class Learner:
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""
-        (parts,) = divide(
-            [len(sample.token_ids) for sample in samples], 1, self.config.training.max_tokens_per_microbatch
-        )
-        packs = [pack([samples[i] for i in part], multiple=self.config.training.tensor_parallel) for part in parts]
-        before, self.policy.temperature = self.policy.temperature, temperature
+        place = parallel.pack_place()
+        (parts,) = divide_into_packs([len(sample.token_ids) for sample in samples], 1, self.config.training, place)
+        equal = self.config.training.virtual_stages > 1
+        packs = pack_all([[samples[i] for i in part] for part in parts], place, equal=equal)
+        before = model.set_temperature(self.policy, temperature)
         try:
             outputs = self._score(packs)
         finally:
-            self.policy.temperature = before
+            model.set_temperature(self.policy, before)
         result: list[Tensor] = [torch.empty(0)] * len(samples)
         for part, packed, output in zip(parts, packs, outputs, strict=True):
             logprobs = output[0].contiguous() if output is not None else torch.empty_like(packed.rollout_logprobs)
             if self.config.training.pipeline_parallel > 1:
                 dist.broadcast(logprobs, src=parallel.last_stage_rank(), group=parallel.pipeline_group())
-            for place, i in enumerate(part):
-                result[i] = logprobs[packed.sample == place].cpu()
+            for number, i in enumerate(part):
+                result[i] = logprobs[packed.sample == number].cpu()
         return result
 
     def _score(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Forward passes alone: float32 [2, labelled tokens] a pack on the last stage, None on the others."""
-        return forward([self.policy], packs, self.config.training.max_tokens_per_microbatch)
+        return forward(self.policy, packs)
 
 
 def _train_microbatch(config: Config, items: Iterator[Experience], module: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -133,7 +130,7 @@ def _train_microbatch(config: Config, items: Iterator[Experience], module: Any) 
 
     def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         try:
-            loss, sums = microbatch_loss(output, experience, config.algorithm)
+            loss, sums = microbatch_loss(model.assemble(output, microbatch.pack), experience, config.algorithm)
         except NonFiniteLogprob as error:
             sample = int(microbatch.owners[error.index])
             raise RuntimeError(

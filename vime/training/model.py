@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -41,8 +39,12 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
     dtype = torch_dtype(training.dtype)
     return TransformerConfig(
         **architecture.transformer,
+        **_experts(training),
+        **_recompute(training),
         tensor_model_parallel_size=training.tensor_parallel,
         pipeline_model_parallel_size=training.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=training.virtual_stages if training.virtual_stages > 1 else None,
+        context_parallel_size=training.context_parallel,
         sequence_parallel=training.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -50,8 +52,7 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
         attention_softmax_in_fp32=True,
         # Losses are sums over tokens, weighted over the global batch: Megatron must neither average nor rescale.
         calculate_per_token_loss=True,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        **_pipeline(training),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=not fused,
@@ -66,41 +67,86 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
     )
 
 
-def layer_spec(architecture: Architecture) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed, else Megatron's own with packed attention."""
+def _pipeline(training: Training) -> dict[str, Any]:
+    """How activations go from stage to stage.
+
+    Packs differ in size, which stages tell each other first. With virtual stages each has messages for both of its
+    neighbours at once, and of two stages those are the same rank: Megatron then mixes up the sizes, so packs are made
+    equal instead, and messages are ordered by the parity of the stage.
+    """
+    if training.virtual_stages == 1:
+        return dict(variable_seq_lengths=True)
+    return dict(variable_seq_lengths=False, overlap_p2p_comm=True, batch_p2p_comm=False)
+
+
+def _experts(training: Training) -> dict[str, Any]:
+    """Settings of a mixture-of-experts model's parallelism and kernels."""
+    return dict(
+        expert_model_parallel_size=training.expert_parallel,
+        expert_tensor_parallel_size=training.expert_tensor_parallel,
+        # Also for a dense model: the default dispatcher is refused with packs of varying size.
+        # All experts of a rank in one kernel call, which is Transformer Engine's.
+        moe_grouped_gemm=HAVE_TRANSFORMER_ENGINE,
+        moe_permute_fusion=HAVE_TRANSFORMER_ENGINE,
+        moe_token_dispatcher_type="alltoall" if training.expert_dispatcher == "alltoall" else "flex",
+        **({} if training.expert_dispatcher == "alltoall" else {"moe_flex_dispatcher_backend": "deepep"}),
+    )
+
+
+def _recompute(training: Training) -> dict[str, Any]:
+    """Which activations are computed again in the backward pass instead of being kept."""
+    if training.recompute == "none":
+        return {}
+    if training.recompute == "selective":  # the core attention of each layer
+        return dict(recompute_granularity="selective")
+    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def block_spec(architecture: Architecture, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk: Transformer Engine's where it is installed, else Megatron's own.
+
+    stage: the virtual pipeline stage, None without such. Megatron's own get packed attention.
+    """
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=HAVE_TRANSFORMER_ENGINE, normalization="RMSNorm", vp_stage=stage
+    )
     if HAVE_TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    stage_layers = architecture.layers // parallel_state.get_pipeline_model_parallel_world_size()
-    return TransformerBlockSubmodules(layer_specs=[spec] * stage_layers, layer_norm=RMSNorm)
+        return block
+    for spec in block.layer_specs or ():
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if architecture.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block
 
 
 P = TypeVar("P", bound="Policy")
 
 
 class Policy(GPTModel):
-    """A GPT model whose last stage returns logprobs and entropies instead of logits."""
+    """A GPT model, or one chunk of its layers, whose last stage returns logprobs and entropies instead of logits."""
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig, training: Training) -> None:
+    def __init__(
+        self, architecture: Architecture, config: TransformerConfig, training: Training, stage: int | None = None
+    ) -> None:
+        """stage: the virtual pipeline stage that this chunk is, None without such."""
         tensor_parallel = config.tensor_model_parallel_size
         super().__init__(
             config,
-            layer_spec(architecture),
+            block_spec(architecture, config, stage),
             # Megatron divides the words evenly over tensor-parallel ranks; the rows past `vocabulary` are never used.
             vocab_size=-(-architecture.vocabulary // tensor_parallel) * tensor_parallel,
             max_sequence_length=architecture.context,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=architecture.tied,
             position_embedding_type="rope",
             rotary_percent=architecture.rotary_share,
             rotary_base=architecture.rotary_base,  # type: ignore[arg-type]  # used as a number; configs hold 1e6 and 1000000
+            vp_stage=stage,
         )
         self.architecture = architecture
         self._chunk = training.logprob_chunk_tokens
@@ -109,8 +155,9 @@ class Policy(GPTModel):
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **rest: Any) -> Tensor:  # type: ignore[override]
         """Hidden states [tokens (/ TP), 1, width], labels [tokens] -> float32 [2, labelled tokens] on the last stage.
 
-        Row 0 holds the logprobs of the labels that are not IGNORE, in order, row 1 the entropies. Only those tokens
-        meet the output layer.
+        The tokens are those of this context-parallel rank; `assemble` puts those of all together. Row 0 holds the
+        logprobs of the labels that are not IGNORE, in order, row 1 the entropies. Only those tokens meet the output
+        layer.
         """
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[no-any-return]
@@ -147,9 +194,52 @@ def inputs(pack: Pack) -> dict[str, Any]:
     }
 
 
-def build(architecture: Architecture, config: Config, kind: type[P]) -> P:
-    """This rank's part of the model, on its device, with initial weights that are meant to be overwritten."""
-    fused = config.cluster.device == "cuda"
-    model = kind(architecture, transformer_config(architecture, config.training, fused=fused), config.training)
-    model.temperature = config.rollout.temperature
-    return model.cuda()
+class _Assemble(torch.autograd.Function):
+    """Each context-parallel rank's columns to their places, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, columns: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(columns)
+        whole = output.new_zeros(output.shape[0], total)
+        whole[:, columns] = output
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        # Every rank has the same loss of the whole pack; each is answerable for its own columns.
+        (columns,) = ctx.saved_tensors
+        return gradient[:, columns], None, None, None
+
+
+def assemble(output: Tensor, pack: Pack) -> Tensor:
+    """Output of the last stage, float32 [k, labelled tokens of this rank] -> [k, labelled tokens of the pack].
+
+    Context-parallel ranks each computed a part; what follows, such as a loss, sees whole sequences on all of them.
+    """
+    if pack.columns is None:
+        return output
+    group = parallel_state.get_context_parallel_group()
+    whole: Tensor = _Assemble.apply(output, pack.columns, len(pack.sample), group)
+    return whole
+
+
+def build(architecture: Architecture, config: Config, kind: type[P]) -> list[P]:
+    """This rank's part of a model, on its device, with initial weights that are meant to be overwritten.
+
+    One chunk of layers, or with virtual pipeline stages several, in order.
+    """
+    training = config.training
+    shared = transformer_config(architecture, training, fused=config.cluster.device == "cuda")
+    stages = range(training.virtual_stages) if training.virtual_stages > 1 else (None,)
+    chunks = [kind(architecture, shared, training, stage) for stage in stages]
+    set_temperature(chunks, config.rollout.temperature)
+    return [chunk.cuda() for chunk in chunks]
+
+
+def set_temperature(chunks: Sequence[Policy], temperature: float) -> float:
+    """Compute logprobs of the distribution at this temperature from now on; returns the one before."""
+    before = chunks[-1].temperature
+    for chunk in chunks:
+        chunk.temperature = temperature
+    return before

@@ -11,8 +11,8 @@ from vime.training import parallel
 
 
 def counts_here() -> bool:
-    """Whether this rank speaks for its tokens: the last stage knows them, and its tensor-parallel ranks all alike."""
-    return parallel.is_last_stage() and parallel.tensor_rank() == 0
+    """Whether this rank speaks for its packs: the last stage knows them, its tensor and context ranks all alike."""
+    return parallel.is_last_stage() and parallel.tensor_rank() == 0 and parallel.context_rank() == 0
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vime.config import Config, Training
 from vime.models.hf_folder import torch_dtype
-from vime.training.model import Policy, inputs
+from vime.training.experience import Experience
+from vime.training.model import Policy, assemble, inputs
 from vime.training.pack import Pack
 
 Step = Callable[..., Any]
@@ -37,12 +38,11 @@ class Trainable:
     def __init__(self, chunks: Sequence[Policy], config: Config, training: Training) -> None:
         """chunks: this rank's part of the model. training: the optimizer's settings."""
         self.chunks = list(chunks)
-        self._tokens = config.training.max_tokens_per_microbatch
         self.modules = _data_parallel(self.chunks, config)
         self.optimizer = _optimizer(self.modules, training)
         self.scheduler = _scheduler(self.optimizer, training)
 
-    def update(self, step: Step, items: Sequence[Any], *, advance: bool = True) -> Updated:
+    def update(self, step: Step, items: Sequence[Experience], *, advance: bool = True) -> Updated:
         """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, sums).
 
         advance: whether the learning rate's schedule goes on; it counts batches.
@@ -51,7 +51,7 @@ class Trainable:
         for module in self.modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = _schedule(self.modules, step, items, self._tokens, forward_only=False)
+        sums = _schedule(self.modules, step, items, _size(item.microbatch.pack for item in items))
         finite, gradient_norm, _ = self.optimizer.step()
         if not finite:
             raise RuntimeError("the gradient has NaN or infinite values: nothing was updated")
@@ -61,23 +61,25 @@ class Trainable:
         return Updated(sums, float(gradient_norm or 0.0), rate)
 
 
-def forward(chunks: Sequence[Policy], packs: Sequence[Pack], tokens: int) -> list[Tensor | None]:
-    """Forward passes without gradient: the output for each pack on the last stage, None on the others.
-
-    tokens: the most that one pack has.
-    """
+def forward(chunks: Sequence[Policy], packs: Sequence[Pack]) -> list[Tensor | None]:
+    """Forward passes without gradient: the output for each pack on the last stage, None on the others."""
     with torch.no_grad():
-        outputs = _schedule(chunks, _score_pack, packs, tokens, forward_only=True)
+        outputs = _schedule(chunks, _score_pack, packs, _size(packs), forward_only=True)
     return outputs if outputs else [None] * len(packs)
 
 
 def _score_pack(items: Iterator[Pack], network: Any) -> tuple[Tensor, Callable[..., Any]]:
-    output = network(**inputs(next(items)))
-    return output, lambda output, non_loss_data: output
+    packed = next(items)
+    return network(**inputs(packed)), lambda output, non_loss_data: assemble(output, packed)
+
+
+def _size(packs: Iterable[Pack]) -> int:
+    """Size of the packs where all are equal, which matters with virtual stages only."""
+    return max(pack.size for pack in packs)
 
 
 def _schedule(
-    modules: Sequence[Any], step: Step, items: Sequence[Any], tokens: int, *, forward_only: bool
+    modules: Sequence[Any], step: Step, items: Sequence[Any], size: int, *, forward_only: bool = False
 ) -> list[Any]:
     """Run `step` over the items in Megatron's pipeline schedule: what the last stage collected, else nothing."""
     several = len(modules) > 1
@@ -86,7 +88,7 @@ def _schedule(
         data_iterator=[iter(items) for _ in modules] if several else iter(items),
         model=list(modules) if several else modules[0],
         num_microbatches=len(items),
-        seq_length=tokens,
+        seq_length=size,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

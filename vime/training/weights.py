@@ -17,10 +17,11 @@ from vime.buffer.sample import Sample
 from vime.config import Config
 from vime.models.hf_folder import torch_dtype
 from vime.role import Role
-from vime.training import hf_weights, parallel
+from vime.training import parallel
 from vime.training.broadcast import broadcast_json
 from vime.training.fleet import EngineFault, Fleet
 from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+from vime.training.hf_export import Exporter
 from vime.training.inbox import RANK_0_MARGIN
 from vime.training.learner import Learner
 
@@ -54,21 +55,16 @@ class PolicySource(WeightSource):
     """The policy as vLLM's trainer engines read it: Hugging Face names and full tensors, one at a time."""
 
     def __init__(self, learner: Learner, dtype: torch.dtype) -> None:
-        self._learner = learner
-        self._dtype = dtype
-        self._metadata: list[ParamMeta] | None = None
+        """A collective over the leading ranks."""
+        self._exporter = Exporter(learner.policy, dtype)
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, types and shapes of what iteration yields. The first call is a collective over the first replica."""
-        if self._metadata is None:
-            self._metadata = [
-                ParamMeta(name, self._dtype, shape) for name, shape in hf_weights.shapes(self._learner.policy)
-            ]
-        return self._metadata
+        """Names, types and shapes of what iteration yields."""
+        return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in self._exporter.metadata]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A collective over the first replica; only rank 0 sees tensors."""
-        yield from hf_weights.export(self._learner.policy, self._dtype)  # type: ignore[misc]
+        """A collective over the leading ranks; only rank 0 sees tensors."""
+        yield from self._exporter  # type: ignore[misc]
 
 
 class WeightSync:
@@ -79,11 +75,12 @@ class WeightSync:
         self._role = role
         self._control = control
         self._learner = learner
-        self._source = PolicySource(learner, torch_dtype(config.rollout.dtype))
+        self._source = PolicySource(learner, torch_dtype(config.rollout.dtype)) if parallel.is_leading() else None
         self._transfer: TrainerWeightTransferEngine[GlooTrainerInitInfo] | None = None
         self._fleet: Fleet | None = None
         self._connections = 0
-        self._probe = _probe_tokens(learner.policy.architecture.vocabulary, _context(config, learner), config.run.seed)
+        vocabulary = learner.policy[0].architecture.vocabulary
+        self._probe = _probe_tokens(vocabulary, _context(config, learner), config.run.seed)
 
     def connect(self) -> None:
         """Find the engines and join them in a transfer group; again after an engine has restarted."""
@@ -97,7 +94,7 @@ class WeightSync:
         else:
             # Engines may take longer to start than a collective may wait.
             self._control.get(turn, startup + RANK_0_MARGIN, "rank 0, which waits for the engines")
-        if parallel.is_first_replica():
+        if parallel.is_leading():
             self._transfer = self._open()
         dist.barrier()
 
@@ -108,7 +105,7 @@ class WeightSync:
         every rank EngineLost when one has ended: `connect` once it is back, and update again.
         """
         report, lost = None, ""
-        if parallel.is_first_replica():
+        if parallel.is_leading():
             try:
                 report = self._update(version)
             except EngineFault as error:
@@ -127,6 +124,7 @@ class WeightSync:
         self._transfer = self._fleet = None
 
     def _open(self) -> TrainerWeightTransferEngine[GlooTrainerInitInfo]:
+        assert self._source is not None
         world_size = 1 + (self._fleet.world_size if self._fleet is not None else 0)
         if self._config.weights.backend == "nccl":
             return _open_nccl(self._role, world_size, self._fleet, self._source)
@@ -139,7 +137,8 @@ class WeightSync:
         return GlooTrainerTransfer.trainer_init(info, client=self._fleet, source=self._source)  # type: ignore[arg-type]
 
     def _update(self, version: int) -> Update | None:
-        """An update by the ranks of the first replica. Raises EngineFault on all of them or on none."""
+        """An update by the leading ranks. Raises EngineFault on all of them or on none."""
+        assert self._source is not None
         assert self._transfer is not None, "connect first"
         started = time.monotonic()
         if self._fleet is not None:
@@ -175,9 +174,9 @@ class WeightSync:
     def _verify(self, version: int) -> tuple[float, float]:
         """Compare every engine with the trainer on the probe. Largest mean and single |difference|, on rank 0."""
         answers = self._on_engines(lambda fleet: list(zip(fleet.probe(self._probe), fleet.versions(), strict=True)))
-        # Every rank of the replica scores the probe, followed by each token that some engine chose.
+        # Every leading rank scores the probe, followed by each token that some engine chose.
         chosen = sorted({answer.token for answer, _ in answers}) if answers is not None else None
-        tokens: list[int] = broadcast_json(chosen, group=parallel.replica_group())
+        tokens: list[int] = broadcast_json(chosen, group=parallel.leading_group())
         samples = [_trained_sample([*self._probe, token]) for token in tokens]
         scores = dict(zip(tokens, self._learner.score(samples, temperature=1.0), strict=True))
         if answers is None or self._fleet is None:
@@ -199,7 +198,7 @@ class WeightSync:
         return max(means), max(largest)
 
     def _on_engines(self, call: Callable[[Fleet], _T]) -> _T | None:
-        """Call the engines from rank 0; its result there. When one fails, EngineFault on every rank of the replica.
+        """Call the engines from rank 0; its result there. When one fails, EngineFault on every leading rank.
 
         The ranks gather weights and score probes together: none may begin unless rank 0 will go through with it.
         """
@@ -209,7 +208,7 @@ class WeightSync:
                 result = call(self._fleet)
             except EngineFault as error:
                 problem = str(error)
-        problem = broadcast_json(problem, group=parallel.replica_group())
+        problem = broadcast_json(problem, group=parallel.leading_group())
         if problem:
             raise EngineFault(problem)
         return result
@@ -237,7 +236,7 @@ def _open_nccl(role: Role, world_size: int, fleet: Fleet | None, source: WeightS
 
 
 def _context(config: Config, learner: Learner) -> int:
-    return config.rollout.context or learner.policy.architecture.context
+    return config.rollout.context or learner.policy[0].architecture.context
 
 
 def _probe_tokens(vocabulary: int, context: int, seed: int) -> list[int]:

@@ -1,0 +1,139 @@
+"""Qwen3-MoE: Qwen3's attention, and experts chosen by a softmax router, in all layers or in some."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vime.models import decoder
+from vime.models.family import Architecture
+from vime.models.weight import Weight
+
+
+class HfConfig(BaseModel):
+    """The Hugging Face configuration, as far as vime computes it. Anything else is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    # transformers takes hidden_size / num_attention_heads when this is missing; every published config has it
+    head_dim: int = Field(ge=2)
+    vocab_size: int = Field(ge=1)
+    max_position_embeddings: int = Field(32768, ge=1)
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    attention_dropout: float = Field(0.0, ge=0, le=0)
+    use_sliding_window: Literal[False] = False
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    rope_theta: float | None = None
+    rope_scaling: None = None
+    rope_parameters: decoder.Rope | None = None
+    num_experts: int | None = Field(None, ge=2)
+    num_local_experts: int | None = Field(None, ge=2)
+    num_experts_per_tok: int = Field(ge=1)
+    moe_intermediate_size: int = Field(ge=1)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = Field(1, ge=1)
+    mlp_only_layers: list[int] | None = None
+    # Of pre-training: a policy gradient has no use for a balance of experts that the engine would not know of.
+    router_aux_loss_coef: float = 0.0
+    output_router_logits: bool = False
+
+    @property
+    def rotary_base(self) -> float:
+        """The rotary base."""
+        return decoder.rotary_base(self.rope_theta, self.rope_parameters)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, by either name that configs call them."""
+        experts = self.num_experts if self.num_experts is not None else self.num_local_experts
+        assert experts is not None  # checked below
+        return experts
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in (self.mlp_only_layers or []) and (layer + 1) % self.decoder_sparse_step == 0
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> HfConfig:
+        decoder.check_heads(self.num_attention_heads, self.num_key_value_heads)
+        decoder.rotary_base(self.rope_theta, self.rope_parameters)
+        decoder.check_whole_rotary(self.rope_parameters)
+        if self.num_experts is None and self.num_local_experts is None:
+            raise ValueError("num_experts is missing")
+        if None not in (self.num_experts, self.num_local_experts) and self.num_experts != self.num_local_experts:
+            raise ValueError(f"num_experts={self.num_experts} contradicts num_local_experts={self.num_local_experts}")
+        if self.num_experts_per_tok > self.experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.experts}")
+        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
+            raise ValueError("no layer has experts: decoder_sparse_step and mlp_only_layers leave none")
+        return self
+
+
+def architecture(hf: HfConfig) -> Architecture:
+    """The Megatron side of a Qwen3-MoE configuration."""
+    moe_layers = tuple(hf.has_experts(layer) for layer in range(hf.num_hidden_layers))
+
+    def layer_weights(layer: int, local: int) -> list[Weight]:
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
+        attention = decoder.attention_weights(
+            ours,
+            theirs,
+            head_dim=hf.head_dim,
+            queries_per_group=hf.num_attention_heads // hf.num_key_value_heads,
+            qk_norm=True,
+            qkv_bias=False,
+        )
+        if not moe_layers[layer]:
+            return [*attention, *decoder.mlp_weights(ours + "mlp.", theirs + "mlp.")]
+        return [
+            *attention,
+            Weight(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)),
+            *decoder.expert_weights(ours + "mlp.", theirs + "mlp.", hf.experts),
+        ]
+
+    return Architecture(
+        model_type="qwen3_moe",
+        transformer=decoder.dense_transformer(
+            layers=hf.num_hidden_layers,
+            hidden=hf.hidden_size,
+            ffn=hf.intermediate_size,
+            heads=hf.num_attention_heads,
+            kv_heads=hf.num_key_value_heads,
+            head_dim=hf.head_dim,
+            eps=hf.rms_norm_eps,
+            initializer_range=hf.initializer_range,
+            qk_norm=True,
+            qkv_bias=False,
+        )
+        | decoder.moe_transformer(
+            moe_layers, experts=hf.experts, top_k=hf.num_experts_per_tok, ffn=hf.moe_intermediate_size
+        )
+        | dict(
+            moe_router_score_function="softmax",
+            # The softmax of the chosen logits is the softmax of all of them, normalised over the chosen.
+            moe_router_pre_softmax=not hf.norm_topk_prob,
+        ),
+        layers=hf.num_hidden_layers,
+        vocabulary=hf.vocab_size,
+        context=hf.max_position_embeddings,
+        rotary_base=hf.rotary_base,
+        rotary_share=1.0,
+        tied=hf.tie_word_embeddings,
+        layer_weights=layer_weights,
+        embedding=decoder.EMBEDDING,
+        final_norm=decoder.FINAL_NORM,
+        output=None if hf.tie_word_embeddings else decoder.OUTPUT,
+        qk_norm=True,
+        moe_layers=moe_layers,
+        experts=hf.experts,
+        top_k=hf.num_experts_per_tok,
+    )
