@@ -45,11 +45,16 @@ def _check_split(config: Config, shape: ModelShape) -> None:
                 raise UserError(
                     f"{name}={width} does not divide the model's {size} {what}; use {_divisor(size, width)}"
                 )
-    stages = config.training.pipeline_parallel
+    stages, pieces = config.training.pipeline_parallel, config.training.virtual_stages
     if shape.layers % stages:
         right = _divisor(shape.layers, stages)
         raise UserError(
             f"training.pipeline_parallel={stages} does not divide the model's {shape.layers} layers; use {right}"
+        )
+    if shape.layers // stages % pieces:
+        raise UserError(
+            f"training.virtual_stages={pieces} does not divide the {shape.layers // stages} layers of a pipeline stage;"
+            f" use {_divisor(shape.layers // stages, pieces)}"
         )
 
 
@@ -58,8 +63,9 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     if shape.experts == 0:
         if config.algorithm.routing_replay:
             raise UserError("algorithm.routing_replay=true replays the choice of experts, and the model has none")
-        if width > 1:
-            raise UserError(f"training.expert_parallel={width}: the model has no experts; use 1")
+        for name in ("expert_parallel", "expert_tensor_parallel"):
+            if (size := getattr(training, name)) > 1:
+                raise UserError(f"training.{name}={size}: the model has no experts; use 1")
         return
     if shape.experts % width:
         right = _divisor(shape.experts, width)
@@ -71,6 +77,13 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
             f"training.sequence_parallel must be true: the model has experts and training.tensor_parallel="
             f"{training.tensor_parallel}"
         )
+    if width == 1 and training.expert_tensor_parallel != training.tensor_parallel:
+        # Megatron-core takes undivided experts for dense weights: their gradients would be summed over wrong ranks.
+        raise UserError(
+            f"training.expert_parallel=1 needs training.expert_tensor_parallel={training.tensor_parallel}, the"
+            f" tensor_parallel of the rest (or divide the experts: expert_parallel="
+            f"{_divisor(shape.experts, training.tensor_parallel)})"
+        )
 
 
 def _divisor(size: int, near: int) -> int:
@@ -81,9 +94,12 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     context = config.rollout.context or shape.context
     if context > shape.context:
         raise UserError(f"rollout.context={context} is more than the model's own limit of {shape.context} tokens")
-    limit = config.training.max_tokens_per_microbatch
-    if context > limit:
+    limit, parts = config.training.max_tokens_per_microbatch, config.training.context_parallel
+    # A sequence is cut into two pieces for each context-parallel rank, all of one size.
+    padded = -(-context // (2 * parts)) * 2 * parts if parts > 1 else context
+    if padded > limit * parts:
+        of_ranks = f" of {parts} context-parallel ranks" if parts > 1 else ""
         raise UserError(
             f"a sequence of up to {context} tokens (rollout.context) does not fit into"
-            f" training.max_tokens_per_microbatch={limit}"
+            f" training.max_tokens_per_microbatch={limit}{of_ranks}"
         )

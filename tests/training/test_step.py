@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
-    "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "etp2": (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
     "pp2_vpp2_ep2": (
         4,
         {"pipeline_parallel": 2, "virtual_stages": 2, "expert_parallel": 2, "max_tokens_per_microbatch": 40},

@@ -9,17 +9,13 @@ from vime.rollout.check import check_data
 
 def check_ready(config: Config) -> None:
     """Refuse what can be planned but not run yet. Raises UserError with one line about the first such thing."""
-    model, data, training = config.model, config.data, config.training
+    model, data = config.model, config.data
     if model.tiny is None and model.path is None:
         named = f" of {model.name}" if model.name else ""
         download = f", made by `hf download {model.name} --local-dir FOLDER`" if model.name else ""
         raise UserError(f"model.path is not set: give the folder{named}, model.path=FOLDER{download}")
     if data.source == "jsonl" and data.path is None:
         raise UserError(f"data.path is not set: give the JSONL file of {data.name}, data.path=FILE")
-    for name in ("context_parallel", "expert_parallel"):
-        width = getattr(training, name)
-        if width > 1:
-            raise UserError(f"training.{name}={width} can be planned, but this trainer runs only training.{name}=1")
     folders = config.algorithm.folders
     if model.path is not None or folders:
         # Reads the family's own rules; imported here because it brings torch.
