@@ -42,10 +42,10 @@ class Outcome:
         return [event for event in map(json.loads, self.run.events.read_text().splitlines()) if event["event"] == name]
 
 
-def start(root: Path, *arguments: str, cache: Path | None = None) -> subprocess.Popen[str]:
-    """`launch.py cluster=local recipe=tiny_grpo`, with runs, and unless it is given the model cache, in `root`."""
+def start(root: Path, *arguments: str, cache: Path | None = None, recipe: str = "tiny_grpo") -> subprocess.Popen[str]:
+    """`launch.py cluster=local recipe=...`, with runs, and unless it is given the model cache, in `root`."""
     return subprocess.Popen(
-        [sys.executable, "launch.py", "cluster=local", "recipe=tiny_grpo", f"run.root={root / 'runs'}", *arguments],
+        [sys.executable, "launch.py", "cluster=local", f"recipe={recipe}", f"run.root={root / 'runs'}", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "VIME_CACHE": str(cache or root / "cache")},
         stdin=subprocess.DEVNULL,
@@ -111,6 +111,22 @@ def test_its_report_reads(main_job: Outcome) -> None:
     data = json.loads(subprocess.run([*command, "--json"], cwd=REPOSITORY, capture_output=True, check=True).stdout)
     assert data["outcome"]["state"] == "completed"
     assert data["steps"]["done"] == len(main_job.metrics)
+
+
+def test_ppo_learns_the_same_task(tmp_path: Path, model_cache: Path) -> None:
+    """With a critic, which learns alone at first; a third of the recipe's steps."""
+    brief = ("training.steps=40", "evaluation.prompts=150")
+    outcome = finish(start(tmp_path, *brief, cache=model_cache, recipe="tiny_ppo"), timeout=900)
+    assert outcome.code == 0, outcome.output
+    rewards = [line["rollout/raw_reward"] for line in outcome.metrics]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 >= 0.2
+    accuracies = {event["version"]: event["accuracy"] for event in outcome.events("evaluation")}
+    assert accuracies[40] - accuracies[0] >= 0.15
+    alone = ["train/pg_loss" not in line for line in outcome.metrics]
+    assert alone == [True] * 5 + [False] * 35
+    losses = [line["train/value_loss"] for line in outcome.metrics]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in outcome.metrics[5:]) < 1e-4
 
 
 def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
