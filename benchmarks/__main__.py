@@ -46,6 +46,7 @@ def main() -> int:
     machine = {"cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     results: dict[str, Any] = {}
     lines: dict[str, list[Row]] = {}
+    remarks: dict[str, tuple[str, ...]] = {}
     for name in arguments.names or NAMES:
         notes.print(f"[dim]{name} ...[/dim]")
         started = time.monotonic()
@@ -54,12 +55,16 @@ def main() -> int:
         seconds = time.monotonic() - started
         results[name] = {"benchmark_seconds": round(seconds, 1), "measured": measured}
         lines[name] = module.rows(measured)
+        remarks[name] = getattr(module, "NOTES", ())
         notes.print(f"[dim]{name}: {seconds:.0f} s[/dim]")
     if arguments.json:
         print(json.dumps({"machine": machine, "benchmarks": results}, indent=2))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(_table(lines, {name: result["benchmark_seconds"] for name, result in results.items()}))
+    for name, texts in remarks.items():
+        for text in texts:
+            console.print(f"{name}: {text}.")
     console.print("A ratio above 1 is faster than the limit, or for memory larger. Speeds are medians of turns taken.")
     if machine["load_before"] > BUSY * machine["cores"]:
         console.print(

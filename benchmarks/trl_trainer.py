@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def train(config: Config, model: Path, out: Path) -> None:
-    """The recipe's settings in TRL's words. What has no counterpart is listed in `benchmarks.trl.DIFFERENCES`."""
+    """The recipe's settings in TRL's words. What has no counterpart is listed in `benchmarks.trl.NOTES`."""
     import reasoning_gym
     import trl
     from datasets import Dataset
