@@ -282,16 +282,18 @@ def test_a_calculator_on_a_real_engine(my_logic: None, engine_stack: EngineStack
     tokenizer = load_tokenizer(stack.model)
     limits = read_limits(rollout, stack.model)
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + [str(digit) for digit in range(10)]
+    ids = {letter: tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in letters}
 
     async def generate(episode: Episode) -> None:
         """As the page's, but whatever precedes a letter or a digit is a question: the model is random."""
         episode.metadata["calls"] = 0
         for _ in range(3):
-            turn = await episode.sample(max_tokens=12, stop=letters)
-            if not turn.text or turn.text[-1] not in letters:
+            turn = await episode.sample(max_tokens=12, stop=letters[:4], stop_token_ids=[ids[c] for c in letters[4:]])
+            said = tokenizer.decode(turn.token_ids[-1:])
+            if said not in letters:
                 return
             episode.metadata["calls"] += 1
-            episode.append(f"={ord(turn.text[-1])};")
+            episode.append(f"={ord(said)};")
 
     module.generate = generate
     module.score = lambda response, metadata: float(metadata["calls"])

@@ -25,6 +25,10 @@ Ask = Callable[[list[int], int, tuple[int, ...], tuple[str, ...]], Coroutine[Any
 """(token ids, most tokens, further stop token ids, stop texts) -> what the engine sampled."""
 
 
+MOST_STOPS = 4
+"""Texts at which vLLM's completions may end."""
+
+
 class EpisodeEnded(Exception):
     """There is no room for another token: the sample ends here, as truncated. Not to be caught by a generate."""
 
@@ -98,8 +102,11 @@ class Episode:
         """Let the policy go on. It ends at its own end token, at one of `stop_token_ids`, after a text of `stop` (which
         stays), or after `max_tokens`.
 
-        Raises EpisodeEnded when nothing fits any more; leave it to vime.
+        Raises EpisodeEnded when nothing fits any more; leave it to vime. Raises ValueError for more than MOST_STOPS
+        texts.
         """
+        if len(stop) > MOST_STOPS:
+            raise ValueError(f"a turn may end at {MOST_STOPS} texts, not at {len(stop)}; use stop_token_ids for more")
         self._require(1)
         most = min(self.room, max_tokens or self.room)
         completion = await self._ask(self.token_ids, most, tuple(stop_token_ids), tuple(stop))
