@@ -84,6 +84,9 @@ def test_a_task_that_does_not_fit_its_allocation_says_so(
 def test_a_task_that_slurm_starts_again_goes_on_with_its_run(file: Path, tmp_path: Path) -> None:
     sweep = read_sweep(file, "minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs"])
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
+    with pytest.raises(UserError, match="combination 1 needs an allocation with the options of its plan; use: sbatch"):
+        prepare_task(sweep, 1, job)
+    job |= {"SLURM_NTASKS_PER_NODE": "1"}
     script = prepare_task(sweep, 1, job)
     assert script is not None
     assert script.read_text().splitlines()[-1].endswith(f"-m submitit.core._submit {script.parent}/submitit")

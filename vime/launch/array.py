@@ -69,15 +69,15 @@ def prepare_task(sweep: Sweep, index: int, environ: Mapping[str, str], arguments
         )
     member = plan_member(sweep, sweep.combinations[index], (LAYOUT,), Alive())
     job = environ.get("SLURM_JOB_ID", "")
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES", "0"))
+    lacking = _lacking(member, index, environ)
     run = member.slot.run
-    if run is not None and member.slot.state != "completed" and newest_job(run) == job and nodes >= member.plan.nodes:
+    if run is not None and member.slot.state != "completed" and newest_job(run) == job and not lacking:
         return run.submission
     if not member.due:
         print(f"combination {index} is completed, or goes on in another job", file=sys.stderr)
         return None
-    if not job or nodes < member.plan.nodes:
-        _submit_again(sweep, index, member, nodes, environ, arguments)
+    if lacking:
+        _submit_again(sweep, index, lacking, environ, arguments)
         return None
     check_ready(member.config)
     run = new_run(member.config, member.plan)
@@ -95,13 +95,21 @@ def prepare_task(sweep: Sweep, index: int, environ: Mapping[str, str], arguments
     return run.submission
 
 
-def _submit_again(
-    sweep: Sweep, index: int, member: Member, nodes: int, environ: Mapping[str, str], arguments: Sequence[str]
-) -> None:
+def _lacking(member: Member, index: int, environ: Mapping[str, str]) -> str:
+    """Why an allocation will not do; empty when it will."""
+    nodes = int(environ.get("SLURM_JOB_NUM_NODES", "0"))
+    if nodes < member.plan.nodes:
+        return f"combination {index} needs an allocation of {member.plan.nodes} nodes, this one has {nodes}"
+    if "SLURM_NTASKS_PER_NODE" not in environ:
+        # Nobody who took the options of the plan left this one out: GPUs, memory and the warning are not there either.
+        return f"combination {index} needs an allocation with the options of its plan"
+    return ""
+
+
+def _submit_again(sweep: Sweep, index: int, needs: str, environ: Mapping[str, str], arguments: Sequence[str]) -> None:
     """Replace an array whose tasks are too small by one whose tasks are not. Raises UserError where that fails."""
     found = members(sweep, LAYOUT)
     array, first = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_MIN")
-    needs = f"combination {index} needs an allocation of {member.plan.nodes} nodes, this one has {nodes}"
     tasks = _tasks(array, environ) if array else None
     command = array_command(found, tasks or array_tasks(found, sweep.parallel), arguments)
     if array is None or tasks is None:
