@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sequence_mask": {"importance_sampling": "sequence_mask", "old_logprobs": "trainer", "importance_high": 50.0},
     "rollout": {"old_logprobs": "rollout", "kl_coefficient": 0.1, "kl_clamp": 0.5, "entropy_coefficient": 0.01},
     "teacher": {"teacher": "TEACHER", "teacher_coefficient": 0.5},
+    "other_reference": {"reference": "TEACHER", "kl_coefficient": 0.1, "kl_unbiased": True, "old_logprobs": "rollout"},
     "ppo": {"name": "ppo", "gae_lambda": 0.9, "gamma": 0.99, "critic": {"learning_rate": 1e-3, "updates": 2}},
     "minibatches": {"minibatches": 2, "old_logprobs": "trainer", "aggregation": "sequence_mean", "kl_coefficient": 0.1},
     "ppo_minibatches": {"name": "ppo", "minibatches": 4, "critic": {"learning_rate": 1e-3, "updates": 2}},
@@ -65,6 +68,11 @@ def best_of_group(rewards: Tensor, groups: Tensor) -> Tensor:
 def plain_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """A user's loss: the policy gradient without ratios."""
     return -advantages * logprobs
+
+
+def nothing(rewards: Tensor) -> Tensor:
+    """No reward moves the policy."""
+    return torch.zeros_like(rewards)
 
 
 def wrong_shape(rewards: Tensor) -> Tensor:
@@ -92,8 +100,7 @@ def _step(
     from vime.training import batch, hf_export, parallel
     from vime.training.learner import Learner
 
-    if "teacher" in algorithm:
-        algorithm = {**algorithm, "teacher": folder / "teacher"}
+    algorithm = {key: str(folder / "teacher") if value == "TEACHER" else value for key, value in algorithm.items()}
     config = tiny_config(
         algorithm=algorithm,
         training={"ranks": world_size, "learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPS, **training},
@@ -265,6 +272,23 @@ def test_a_mistake_in_custom_logic_is_named(
     (message,) = ranks.run(1, _refusal, *prepared, algorithm)
     assert message.startswith(f"algorithm.{next(iter(algorithm))}=")
     assert re.search(line, message), message
+
+
+def test_a_teacher_of_other_words_is_refused(ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path) -> None:
+    shutil.copytree(prepared[0] / "teacher", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    (message,) = ranks.run(1, _refusal, *prepared, {"teacher": str(tmp_path / "other")})
+    assert f"algorithm.teacher={tmp_path}/other has a vocabulary of 300 words and the policy one of 264" in message
+
+
+def test_distillation_goes_to_the_teacher(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
+    """No reward moves the policy, only the teacher: on these tokens the two come together."""
+    rule = {"teacher": "TEACHER", "advantage": "tests.training.test_algorithms:nothing"}
+    (result,) = ranks.run(1, _step, *prepared, rule, {"learning_rate": 3e-3}, 6)
+    gaps = [metrics["train/opd_reverse_kl"] for metrics in result["metrics"]]
+    assert result["metrics"][0]["train/grad_norm"] > 1e-3
+    assert gaps[-1] < gaps[0] - 0.05, gaps
 
 
 def _refusal(rank: int, store: Any, world_size: int, folder: Path, manifest: Manifest, algorithm: Any) -> str:
