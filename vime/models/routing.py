@@ -34,15 +34,11 @@ class Routing:
 
 
 def routing(model: Architecture) -> Routing | None:
-    """The routers of a model, None when it is dense. Read from what Megatron builds it by."""
-    transformer = model.transformer
-    experts = transformer.get("num_moe_experts")
-    if not experts:
+    """The routers of a model, None when it is dense."""
+    if not model.experts:
         return None
-    pattern = transformer.get("moe_layer_freq", 1)
-    has_experts = pattern if isinstance(pattern, list) else [i % pattern == 0 for i in range(model.layers)]
-    moe_layers = tuple(i for i, one in enumerate(has_experts) if one)
-    return Routing(model.layers, moe_layers, int(experts), int(transformer["moe_router_topk"]))
+    moe_layers = tuple(layer for layer, one in enumerate(model.moe_layers) if one)
+    return Routing(model.layers, moe_layers, model.experts, model.top_k)
 
 
 def replayed_routing(config: Config, folder: Path) -> Routing | None:

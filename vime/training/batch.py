@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from vime.config import Config
 from vime.training import parallel
 from vime.training.batching import Microbatches, divide_into_packs
 from vime.training.pack import Pack, Place, pack
+from vime.training.replay import Replay, replayed_tokens
 
 T = TypeVar("T")
 
@@ -37,6 +38,8 @@ class Microbatch:
     weights: Tensor
     shares: Tensor
     stale: Tensor
+    replayed: int = 0
+    """Trained tokens that are predicted by replayed routes."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class Batch:
         return [items[end - count : end] for end, count in zip(ends, self.minibatches, strict=True)]
 
 
-def load(manifest: Manifest, reader: BufferReader, config: Config, version: int) -> Batch:
+def load(manifest: Manifest, reader: BufferReader, config: Config, version: int, replay: Replay | None = None) -> Batch:
     """Read this rank's samples of a batch and pack them. `version`: of the policy that is about to be trained.
 
+    replay: with it the packs carry the routes of this rank's layers; without it no routes are read.
     Every rank computes the same division from the manifest alone, and then touches only its own samples.
     Raises ValueError when no token of the batch is trained, or a sample exceeds the microbatch limit.
     """
@@ -81,7 +85,7 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int)
     largest = max(place.size([entries[i].tokens for i in content]) for division in mine for content in division)
     size = largest if config.training.virtual_stages > 1 else None
     minibatches = [
-        _minibatch(part, division, manifest, reader, config, stale, place, size)
+        _minibatch(part, division, manifest, reader, config, stale, place, size, replay)
         for part, division in zip(parts, mine, strict=True)
     ]
     return Batch(
@@ -118,6 +122,7 @@ def _minibatch(
     stale: Tensor,
     place: Place,
     size: int | None,
+    replay: Replay | None,
 ) -> list[Microbatch]:
     """This rank's microbatches of the samples at the chosen positions, weighed as if they were the whole batch.
 
@@ -125,7 +130,8 @@ def _minibatch(
     """
     entries = manifest.samples
     wanted = [i for part in mine for i in part]
-    samples = dict(zip(wanted, reader.samples(manifest, wanted), strict=True))
+    read = reader.samples(manifest, wanted, replay.places if replay is not None else ())
+    samples = dict(zip(wanted, read, strict=True))
     # Of samples outside the minibatch neither weight nor share is read.
     counted = torch.tensor([entry.weight if i in chosen else 0.0 for i, entry in enumerate(entries)])
     masked_in = torch.tensor([entry.masked_in for entry in entries])
@@ -135,6 +141,8 @@ def _minibatch(
     microbatches = []
     for part in mine:
         packed = pack([samples[i] for i in part], place, size)
+        if replay is not None:
+            packed = replace(packed, routes=replay.pack([samples[i] for i in part], packed))
         device = packed.sample.device
         owners = torch.tensor(part, dtype=torch.int64)[packed.sample.cpu()]
         microbatches.append(
@@ -145,6 +153,7 @@ def _minibatch(
                 weights=weights[owners].to(device),
                 shares=shares[owners].to(device),
                 stale=stale[owners].to(device),
+                replayed=sum(replayed_tokens(samples[i]) for i in part if entries[i].weight > 0) if replay else 0,
             )
         )
     return microbatches

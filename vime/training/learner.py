@@ -17,6 +17,7 @@ from vime.buffer.sample import Sample
 from vime.config import Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
+from vime.models.routing import replayed_routing
 from vime.training import hf_weights, model, parallel
 from vime.training.batch import Batch
 from vime.training.batching import divide_into_packs
@@ -26,6 +27,7 @@ from vime.training.frozen import Frozen
 from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
 from vime.training.pack import Pack, pack_all
 from vime.training.reduce import sum_over_ranks
+from vime.training.replay import Replay
 from vime.training.trainable import Trainable, forward
 
 
@@ -41,6 +43,9 @@ class Learner:
         hf_weights.load(self.policy, HfReader(folder))
         self.trainable = Trainable(self.policy, config, config.training)
         self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
+        routing = replayed_routing(config, folder)
+        self.replay = Replay(self.policy, routing) if routing is not None else None
+        """What binds the engines' choices of experts to the policy's routers, and to no other model's."""
         self.scoring_seconds = 0.0
         """Seconds that the last step spent on forward passes before its update."""
         algorithm = config.algorithm
@@ -73,6 +78,10 @@ class Learner:
                 return metrics
         step = partial(_train_microbatch, self.config)
         updates = [self.trainable.update(step, part, advance=part is parts[-1]) for part in parts]
+        if self.replay is not None:
+            self.replay.finish()
+            replayed = sum_over_ranks(torch.tensor(sum(microbatch.replayed for microbatch in batch.microbatches)))
+            metrics = metrics | {"train/routing_replay_coverage": float(replayed) / batch.trained_tokens}
         every = algorithm.reference_refresh
         if self.reference is not None and every and self.scheduler.num_steps % every == 0:
             self.reference.copy(self.policy)

@@ -169,7 +169,7 @@ class Trainer:
         if manifest.step != self.step + 1:
             raise RuntimeError(f"the batch of step {manifest.step} arrived when that of step {self.step + 1} was due")
         started = time.monotonic()
-        loaded = batch.load(manifest, self.reader, self.config, version=self.step)
+        loaded = batch.load(manifest, self.reader, self.config, version=self.step, replay=self.learner.replay)
         metrics = self.learner.train(loaded)
         trained = time.monotonic() - started
         self.step += 1

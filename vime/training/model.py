@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from vime.training.attention import PackedAttention
 from vime.training.logprobs import vocab_parallel_logprobs
 from vime.training.norm import RMSNorm
 from vime.training.pack import IGNORE, Pack
+from vime.training.replay import ChunkReplay
 
 try:
     import transformer_engine  # noqa: F401  # only whether it is there matters
@@ -151,6 +153,13 @@ class Policy(GPTModel):
         self.architecture = architecture
         self._chunk = training.logprob_chunk_tokens
         self.temperature = 1.0
+        self.replay: ChunkReplay | None = None
+        """Set on the one model that is trained by replayed routes."""
+
+    def forward(self, *args: Any, routes: Tensor | None = None, **rest: Any) -> Tensor:  # type: ignore[override]
+        """GPTModel's forward pass. routes: of the pack, which count only where `replay` is set."""
+        with self.replay.replaying(routes) if self.replay is not None else nullcontext():
+            return super().forward(*args, **rest)  # type: ignore[no-any-return]
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **rest: Any) -> Tensor:  # type: ignore[override]
         """Hidden states [tokens (/ TP), 1, width], labels [tokens] -> float32 [2, labelled tokens] on the last stage.
@@ -191,6 +200,7 @@ def inputs(pack: Pack) -> dict[str, Any]:
         "attention_mask": None,
         "labels": pack.labels,
         "packed_seq_params": pack.params,
+        "routes": pack.routes,
     }
 
 

@@ -62,6 +62,7 @@ class Pack:
     rollout_logprobs: float32 [labelled tokens], the engine's.
     tokens, size: of the whole pack, before and after padding.
     starts: first row in the whole pack of each sample.
+    routes: int [layers of this rank, local tokens, top-k], experts to replay (`vime.training.replay`); None for none.
     """
 
     token_ids: Tensor
@@ -75,6 +76,7 @@ class Pack:
     tokens: int
     size: int
     starts: tuple[int, ...]
+    routes: Tensor | None = None
 
 
 def pack_all(parts: Sequence[Sequence[Sample]], place: Place, *, equal: bool) -> list[Pack]:
