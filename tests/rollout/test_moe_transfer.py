@@ -1,23 +1,30 @@
-"""Weights into an engine with experts: the fault of vLLM's CPU reload that `vime.rollout.cpu_reload` repairs."""
+"""An engine with experts: its weights after an update, which `vime.rollout.cpu_reload` repairs, and its routes."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
-import httpx
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.conftest import STARTUP, end_role, stack_config, start_role
 from tests.rollout.reference import logprobs
 from tests.rollout.sending import send
 from vime.buffer.control import Control
 from vime.compose import dump_resolved
-from vime.config import TinyModel
+from vime.config import Algorithm, TinyModel
+from vime.models.family import architecture
+from vime.models.routing import routing
 from vime.models.tiny import make_tiny
 from vime.role import Role
+from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -41,27 +48,83 @@ def make_moe(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_experts_are_the_new_ones_after_each_update(tmp_path: Path) -> None:
-    first, second = (make_moe(tmp_path / f"model{seed}", seed) for seed in (0, 1))
-    run_dir = RunDir.create(tmp_path, "run", "test")
-    run_dir.config.write_text(dump_resolved(stack_config(first)))
+@dataclass
+class MoeEngine:
+    """A running engine that holds `models[0]` and answers routes."""
+
+    models: list[Path]
+    url: str
+    token: str
+
+    def complete(self, prompt: list[int], samples: int, seed: int) -> list[Completion]:
+        """Samples as the generator asks for them, with their routes."""
+
+        async def ask() -> list[Completion]:
+            found = routing(architecture(self.models[0]))
+            async with RolloutClient(self.url, self.token, 120, 60, found) as client:
+                return await client.complete(prompt, samples, 16, Sampling(1.0, 1.0, (259,)), seed)
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def moe_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MoeEngine]:
+    folder = tmp_path_factory.mktemp("moe")
+    models = [make_moe(folder / f"model{seed}", seed) for seed in (0, 1)]
+    run_dir = RunDir.create(folder, "run", "test")
+    config = stack_config(models[0]).model_copy(update={"algorithm": Algorithm(routing_replay=True)})
+    run_dir.config.write_text(dump_resolved(config))
     control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", first)
-    engine = start_role(role, "vime.rollout.engine")
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", models[0])
+    engine: Popen[bytes] = start_role(role, "vime.rollout.engine")
     try:
-        url = control.engine(0, STARTUP).url
-
-        def difference(model: Path) -> float:
-            body = {"model": "policy", "prompt": PROMPT, "logprobs": 0, "return_token_ids": True, "max_tokens": 16}
-            headers = {"Authorization": f"Bearer {role.token}"}
-            answer = httpx.post(url + "/v1/completions", json={**body, "seed": 3}, headers=headers, timeout=120)
-            choice = answer.json()["choices"][0]
-            expected = logprobs(model, PROMPT, np.asarray(choice["token_ids"]))
-            return float(np.abs(np.asarray(choice["logprobs"]["token_logprobs"]) - expected).max())
-
-        assert difference(first) < 2e-5
-        for version, model in enumerate((second, first, second), 1):
-            send(model, url, role.token, version)
-            assert difference(model) < 2e-5, version
+        yield MoeEngine(models, control.engine(0, STARTUP).url, role.token)
     finally:
         end_role(engine)
+
+
+def test_routes_are_the_experts_that_the_tokens_use(moe_engine: MoeEngine) -> None:
+    for completion in moe_engine.complete(PROMPT, 4, seed=5):
+        routes = completion.routes
+        assert routes is not None
+        assert routes.first == 0
+        tokens = [*PROMPT, *completion.token_ids.tolist()]
+        assert (np.sort(routes.ids) == chosen_experts(moe_engine.models[0], tokens[:-1])).all()
+
+
+def test_a_cached_prefix_has_its_routes_too(moe_engine: MoeEngine) -> None:
+    prompt = [(7 * i) % 250 for i in range(64)]
+    (first,) = moe_engine.complete(prompt, 1, seed=1)
+    longer = [*prompt, *first.token_ids.tolist()]
+    (second,) = moe_engine.complete(longer, 1, seed=2)
+    assert first.routes is not None
+    assert second.routes is not None
+    assert second.routes.first == 0
+    assert second.routes.ids.shape[1] == len(longer) + len(second.token_ids) - 1
+    known = first.routes.ids.shape[1]
+    assert (np.sort(second.routes.ids[:, :known]) == np.sort(first.routes.ids)).all()
+
+
+def chosen_experts(model: Path, tokens: list[int]) -> NDArray[np.int64]:
+    """[layers, tokens, top-k] of transformers' router in float32, sorted."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([tokens]), output_router_logits=True).router_logits
+    chosen = [layer.topk(network.config.num_experts_per_tok, dim=-1).indices.sort(-1).values for layer in logits]
+    return np.asarray(torch.stack(chosen))
+
+
+def test_experts_are_the_new_ones_after_each_update(moe_engine: MoeEngine) -> None:
+    first, second = moe_engine.models
+
+    def difference(model: Path) -> float:
+        (completion,) = moe_engine.complete(PROMPT, 1, seed=3)
+        expected = logprobs(model, PROMPT, completion.token_ids)
+        return float(np.abs(completion.logprobs - expected).max())
+
+    assert difference(first) < 2e-5
+    for version, model in enumerate((second, first, second), 1):
+        send(model, moe_engine.url, moe_engine.token, version)
+        assert difference(model) < 2e-5, version

@@ -81,7 +81,7 @@ def write_batch(folder: Path, moe_layers: int) -> Manifest:
     return Manifest(step=1, version=0, chunks=(info,), samples=tuple(entries("c0.safetensors", groups)))
 
 
-def _step(
+def replayed_step(
     rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest, sections: dict[str, Any]
 ) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -200,8 +200,8 @@ def test_every_covered_token_uses_the_engines_experts(
     model, run, manifest = prepared[family]
     world_size, training = LAYOUTS[layout]
     training = {**training, "recompute": recompute}
-    (expected,) = ranks.run(1, _step, model, run, manifest, {})
-    results = ranks.run(world_size, _step, model, run, manifest, {"training": training})
+    (expected,) = ranks.run(1, replayed_step, model, run, manifest, {})
+    results = ranks.run(world_size, replayed_step, model, run, manifest, {"training": training})
     assert expected["microbatches"] > 3
     layers = set()
     for result in results:
@@ -219,7 +219,7 @@ def test_every_covered_token_uses_the_engines_experts(
 
 def test_coverage_counts_the_tokens_that_routes_predict(ranks: Ranks, prepared: Prepared) -> None:
     model, run, manifest = prepared["qwen3_moe"]
-    (result,) = ranks.run(1, _step, model, run, manifest, {})
+    (result,) = ranks.run(1, replayed_step, model, run, manifest, {})
     samples = [sample for group in _groups(run) for sample in group]
     covered = sum(
         sum(position - 1 >= sample.first_route for position in range(sample.prompt_length, len(sample.token_ids)))
@@ -241,7 +241,7 @@ def _groups(run: Path) -> list[list[Sample]]:
 def test_case_15_only_the_live_models_routers_are_bound(ranks: Ranks, prepared: Prepared) -> None:
     model, run, manifest = prepared["glm4_moe"]
     for _ in range(2):  # a process that builds its models twice
-        (result,) = ranks.run(1, _step, model, run, manifest, {})
+        (result,) = ranks.run(1, replayed_step, model, run, manifest, {})
         assert result["bound"] == {
             "policy": 3, "policy bound": 3, "reference": 3, "reference bound": 0, "known to Megatron": 3
         }  # fmt: skip
@@ -249,8 +249,8 @@ def test_case_15_only_the_live_models_routers_are_bound(ranks: Ranks, prepared: 
 
 def test_case_15_off_is_no_error_and_binds_nothing(ranks: Ranks, prepared: Prepared) -> None:
     model, run, manifest = prepared["glm4_moe"]
-    (on,) = ranks.run(1, _step, model, run, manifest, {})
-    (off,) = ranks.run(1, _step, model, run, manifest, {"algorithm": {"routing_replay": False}})
+    (on,) = ranks.run(1, replayed_step, model, run, manifest, {})
+    (off,) = ranks.run(1, replayed_step, model, run, manifest, {"algorithm": {"routing_replay": False}})
     assert off["bound"]["policy bound"] == 0
     assert "train/routing_replay_coverage" not in off["metrics"]
     # The routes of this batch are random, so that training by them is another step.
