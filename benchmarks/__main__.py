@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.row import Row
 from vime.launch.commands import thread_counts
 
-NAMES = ("training_step", "rollout", "weight_transfer", "logprob_memory", "buffer", "trl")
+NAMES = ("training_step", "rollout", "weight_transfer", "logprob_memory", "buffer", "trl", "routes", "routing_replay")
 QUIET = {
     "PYTHONWARNINGS": "ignore",  # Megatron-core says in every process that it runs without Apex
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

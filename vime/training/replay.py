@@ -142,25 +142,29 @@ class Replay:
             raise RuntimeError(f"{bound} routers are replayed, the policy has {len(self.places)} here")
 
     def pack(self, samples: Sequence[Sample], pack: Pack) -> Tensor:
-        """Choices for the tokens of a pack of these samples: [layers of this rank, local tokens, top-k], on the device.
-
-        FREE where no route is known, and at each sequence's last token and padding, of which nothing is predicted.
-        samples: read with the routes of `places`.
-        """
-        dtype = np.int16 if self.routing.experts <= 1 << 15 else np.int32
-        routes = np.full((len(self.places), pack.size, self.routing.top_k), FREE, dtype)
-        for sample, start in zip(samples, pack.starts, strict=True):
-            ids, first = sample.routed_experts, sample.first_route
-            if ids is not None:
-                routes[:, start + first : start + ids.shape[1]] = ids[:, first:]
-        if pack.rows is not None:
-            routes = routes[:, pack.rows.cpu().numpy()]
-        return torch.from_numpy(routes).to(pack.token_ids.device)
+        """Choices for the tokens of a pack of these samples, which were read with the routes of `places`."""
+        return pack_routes(samples, pack, len(self.places), self.routing)
 
     def finish(self) -> None:
         """After an update: no routes are kept beyond it."""
         for chunk in self._chunks:
             chunk.finish()
+
+
+def pack_routes(samples: Sequence[Sample], pack: Pack, layers: int, routing: Routing) -> Tensor:
+    """Choices for the tokens of a pack of these samples: int [layers, local tokens, top-k], on the device.
+
+    FREE where no route is known, and at each sequence's last token and padding, of which nothing is predicted.
+    """
+    dtype = np.int16 if routing.experts <= 1 << 15 else np.int32
+    routes = np.full((layers, pack.size, routing.top_k), FREE, dtype)
+    for sample, start in zip(samples, pack.starts, strict=True):
+        ids, first = sample.routed_experts, sample.first_route
+        if ids is not None:
+            routes[:, start + first : start + ids.shape[1]] = ids[:, first:]
+    if pack.rows is not None:
+        routes = routes[:, pack.rows.cpu().numpy()]
+    return torch.from_numpy(routes).to(pack.token_ids.device)
 
 
 def replayed_tokens(sample: Sample) -> int:
