@@ -1,8 +1,8 @@
 """What routed experts cost a step: bytes, and seconds to take them from an answer, write, read and set them up.
 
 The parts are measured on routes of GLM-4.5-Air's shape, and extrapolated by their bandwidths to a step of 256 responses
-of 8192 tokens on the published layout, in which each rank reads the layers of its pipeline stage. Beside it, a step of a
-small mixture of experts on this machine: reading and packing a batch with its routes and without them, taking turns.
+of 8192 tokens on the published layout, in which each rank reads the layers of its pipeline stage. Beside it, a step of
+a small mixture of experts on this machine: reading and packing a batch with its routes and without them, in turns.
 """
 
 from __future__ import annotations

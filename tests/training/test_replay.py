@@ -119,7 +119,7 @@ def replayed_step(
         for (layer, again), maps in seen.items():
             wanted = [_experts(m, every, moe_layers.index(layer), config) for m in loaded.microbatches]
             assert len(maps) == len(wanted), f"{len(maps)} passes of {len(wanted)} microbatches"
-            checked[layer, again] = _compare(maps, wanted)
+            checked[layer, again] = _compare(maps, wanted, learner.replay.routing.top_k)
     return {
         "metrics": metrics,
         "weights": dict(hf_export.export(learner.policy, torch.float32)) if parallel.is_leading() else {},
@@ -149,14 +149,14 @@ def _experts(microbatch: Any, samples: dict[int, Sample], place: int, config: An
     return local[first : first + share]
 
 
-def _compare(maps: list[torch.Tensor], wanted: list[list[set[int] | None]]) -> tuple[int, int, int]:
+def _compare(maps: list[torch.Tensor], wanted: list[list[set[int] | None]], top_k: int) -> tuple[int, int, int]:
     """(tokens as wanted, tokens otherwise, tokens that were free)"""
     good = bad = free = 0
     for routing_map, experts in zip(maps, wanted, strict=True):
         assert len(routing_map) == len(experts)
         for row, expected in zip(routing_map, experts, strict=True):
             used = set(row.nonzero().flatten().tolist())
-            assert len(used) == TOP_K
+            assert len(used) == top_k
             good, bad, free = good + (used == expected), bad + (expected not in (None, used)), free + (expected is None)
     return good, bad, free
 
