@@ -223,6 +223,39 @@ def test_every_covered_token_uses_the_engines_experts(
         assert (results[0]["weights"][name] - tensor).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("kind", ["softmax", "softmax before", "sigmoid with bias"])
+def test_weights_and_gradients_are_those_of_the_trainers_scores(kind: str) -> None:
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    from vime.training.replay import FREE, Choices
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, EXPERTS, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = 5 * torch.randn(EXPERTS, generator=generator, dtype=torch.float64) if "bias" in kind else None
+    chosen = torch.tensor([[7, 0, 3], [1, 2, 3], [FREE] * 3, [5, 6, 0], [FREE] * 3], dtype=torch.int16)
+    choices = Choices()
+    choices.set_target_indices(chosen)
+    choices.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    settings: dict[str, Any] = {"score_function": kind.split()[0], "use_pre_softmax": "before" in kind}
+    scores = logits.sigmoid() if bias is not None else logits.softmax(-1)
+    own = (scores + bias if bias is not None else scores).topk(TOP_K).indices
+    used = torch.where(chosen < 0, own, chosen.long())
+    expected = scores.gather(1, used)
+    if "before" not in kind:
+        expected = expected / expected.sum(-1, keepdim=True)
+    probs, routing_map = topk_routing_with_score_function(
+        logits, TOP_K, expert_bias=bias, scaling_factor=1.7, router_replay=choices, **settings
+    )
+    assert torch.equal(routing_map, torch.zeros(5, EXPERTS, dtype=torch.bool).scatter(1, used, True))
+    torch.testing.assert_close(probs.gather(1, used), 1.7 * expected, atol=1e-6, rtol=1e-6)
+    weights = torch.randn(5, TOP_K, generator=generator, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((probs.gather(1, used) * weights).sum(), logits)
+    (wanted,) = torch.autograd.grad((1.7 * expected * weights).sum(), logits)
+    assert wanted[0].abs().max() > 0
+    torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
+
+
 def test_coverage_counts_the_tokens_that_routes_predict(ranks: Ranks, prepared: Prepared) -> None:
     model, run, manifest = prepared["qwen3_moe"]
     (result,) = ranks.run(1, replayed_step, model, run, manifest, {})
