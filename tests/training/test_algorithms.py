@@ -27,8 +27,13 @@ README = Path(__file__).parents[2] / "README.md"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_small_microbatches": (2, {"max_tokens_per_microbatch": 40}),
     "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
-    "tp2": (2, {"tensor_parallel": 2}),
     "pp2": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 60}),
+}
+# For rules that add up over a response, and for the critic.
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "pp2_virtual2": (2, {"pipeline_parallel": 2, "virtual_stages": 2, "max_tokens_per_microbatch": 60}),
 }
 # Ratios and weights that are not 1: the batch is a version behind, its rollout logprobs are random.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -148,7 +153,8 @@ def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, 
     assert all(np.isfinite(value) for metrics in expected["metrics"] for value in metrics.values())
     assert expected["metrics"][0]["train/grad_norm"] > 1e-3
     assert expected["metrics"][0] != expected["metrics"][1]
-    for layout, (world_size, training) in LAYOUTS.items():
+    more = MORE_LAYOUTS if algorithm in ("ppo", "gspo", "reinforce_plus_plus") else {}
+    for layout, (world_size, training) in (LAYOUTS | more).items():
         results = ranks.run(world_size, _step, *prepared, ALGORITHMS[algorithm], training)
         for result in results:
             for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
