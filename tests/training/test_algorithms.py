@@ -172,7 +172,9 @@ def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, 
         ({"kl_coefficient": 0.1}, ["reference"]),
         ({"kl_coefficient": 0.1, "kl_in": "reward"}, ["_score", "reference"]),
         ({"kl_in": "reward"}, []),
-        ({"name": "ppo"}, ["critic"]),
+        ({"name": "ppo"}, []),
+        ({"name": "ppo", "critic": {"updates": 2}}, ["critic"]),
+        ({"name": "ppo", "minibatches": 2}, ["_score", "critic"]),
         ({"minibatches": 2}, ["_score"]),
         ({"teacher": "TEACHER"}, ["teacher"]),
     ],
@@ -223,6 +225,35 @@ def test_the_reference_follows_the_policy(ranks: Ranks, prepared: tuple[Path, Ma
     assert kl[0][1] == kl[1][1] > 1e-7
     assert kl[1][2] == pytest.approx(0, abs=1e-7)
     assert kl[0][2] > kl[0][1]
+
+
+def test_values_that_come_with_the_update_are_those_of_a_pass_before_it(
+    ranks: Ranks, prepared: tuple[Path, Manifest]
+) -> None:
+    rule = {
+        "name": "ppo",
+        "gae_lambda": 0.9,
+        "kl_coefficient": 0.1,
+        "kl_in": "reward",
+        "critic": {"learning_rate": 1e-3},
+    }
+    for world_size, training in ((1, {}), LAYOUTS["pp2"]):
+        once = ranks.run(world_size, _step, *prepared, rule, training, 3)
+        twice = ranks.run(world_size, _two_passes, *prepared, rule, training, 3)
+        assert (once[0]["passes"].count("critic"), twice[0]["passes"].count("critic")) == (0, 3)
+        for one, other in zip(once[0]["metrics"], twice[0]["metrics"], strict=True):
+            assert one == pytest.approx(other, abs=1e-6, rel=1e-5)
+
+
+def _two_passes(rank: int, store: Any, world_size: int, *arguments: Any) -> dict[str, Any]:
+    from vime.training.critic import Critic
+
+    before = Critic.once
+    Critic.once = False  # type: ignore[assignment, method-assign]
+    try:
+        return _step(rank, store, world_size, *arguments)
+    finally:
+        Critic.once = before  # type: ignore[method-assign]
 
 
 def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:

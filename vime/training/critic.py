@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from vime.algorithms.aggregation import weighted_sum
 from vime.algorithms.losses import value_loss
 from vime.algorithms.masking import NonFiniteLogprob
-from vime.config import Config
+from vime.algorithms.returns import gae
+from vime.config import Algorithm, Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
 from vime.training import hf_weights, model
+from vime.training.batch import Microbatch
 from vime.training.experience import Experience
 from vime.training.pack import IGNORE, Pack
 from vime.training.reduce import sum_over_ranks
-from vime.training.trainable import Trainable, forward
+from vime.training.trainable import Trainable, Updated, forward
 
 
 class ValueHead(nn.Module):
@@ -68,6 +71,7 @@ class Critic:
     def __init__(self, folder: Path, config: Config) -> None:
         """folder: of the initial policy. Raises UserError when the model is not supported."""
         self.settings = config.algorithm.critic
+        self._minibatches = config.algorithm.minibatches
         folder = self.settings.path or folder
         self.chunks = model.build(architecture(folder), config, ValueModel)
         hf_weights.load(self.chunks, HfReader(folder))
@@ -83,20 +87,39 @@ class Critic:
         """Whether the next step is one of those in which only the critic learns."""
         return self.trainable.scheduler.num_steps < self.settings.critic_only_steps
 
+    @property
+    def once(self) -> bool:
+        """Whether a batch is one update: its values before the update come with it, without a pass of their own."""
+        return self.settings.updates * self._minibatches == 1
+
     def values(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Float32 [labelled tokens] of each pack on the last stage, None on the others."""
         outputs = forward(self.chunks, packs)
         return [output[0] if output is not None else None for output in outputs]
+
+    def train_once(
+        self, microbatches: Sequence[Microbatch], rewards: Sequence[Tensor], algorithm: Algorithm
+    ) -> tuple[Sequence[Tensor | None], dict[str, float]]:
+        """One update by a whole batch: the values before it, as `values` gives them, and the metrics.
+
+        rewards: of each token, from which and from the values the targets are made on the way.
+        """
+        items = [Experience(one, rewards=reward) for one, reward in zip(microbatches, rewards, strict=True)]
+        updated = self.trainable.update(partial(_train_at_once, algorithm), items)
+        values = [one[1] for one in updated.sums]
+        return values or [None] * len(items), self._metrics([replace(updated, sums=[one[0] for one in updated.sums])])
 
     def train(self, parts: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """An update by each minibatch, `critic.updates` times. Metrics: means over the last time, on every rank."""
         step = partial(_train_pack, self.settings.value_clip)
         every = [part for _ in range(self.settings.updates) for part in parts]
         done = [self.trainable.update(step, part, advance=i == len(every) - 1) for i, part in enumerate(every)]
-        last = done[-len(parts) :]
+        return self._metrics(done[-len(parts) :])
+
+    def _metrics(self, last: Sequence[Updated]) -> dict[str, float]:
         sums = [one for updated in last for one in updated.sums]
         mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(2)
-        total = (sum_over_ranks(mine) / len(parts)).tolist()
+        total = (sum_over_ranks(mine) / len(last)).tolist()
         return {
             "train/value_loss": total[0],
             "train/value_clipfrac": total[1],
@@ -105,9 +128,7 @@ class Critic:
         }
 
 
-def _train_pack(
-    value_clip: float, items: Iterator[Experience], module: Any
-) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+def _train_pack(value_clip: float, items: Iterator[Experience], module: Any) -> tuple[Tensor, Callable[..., Any]]:
     experience = next(items)
     microbatch = experience.microbatch
 
@@ -116,15 +137,35 @@ def _train_pack(
         assert old is not None, "the last stage knows the values"
         assert returns is not None, "the last stage knows the returns"
         values = model.assemble(output, microbatch.pack)[0]
-        try:
-            losses, clipped = value_loss(values, old, returns, microbatch.weights > 0, value_clip)
-        except NonFiniteLogprob as error:
-            sample = int(microbatch.owners[error.index])
-            raise RuntimeError(
-                f"sample {sample} of the batch: {error.name} is {error.value}, from the critic"
-            ) from error
-        loss = weighted_sum(losses, microbatch.shares)
-        sums = torch.stack([loss, weighted_sum(clipped.float(), microbatch.shares)]).detach()
+        loss, sums = _loss(values, old, returns, microbatch, value_clip)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
 
     return module(**model.inputs(microbatch.pack)), loss_function
+
+
+def _train_at_once(algorithm: Algorithm, items: Iterator[Experience], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+    experience = next(items)
+    microbatch, rewards = experience.microbatch, experience.rewards
+    assert rewards is not None, "rewards are known before the values"
+
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        values = model.assemble(output, microbatch.pack)[0]
+        old = values.detach()
+        returns = gae(rewards, old, microbatch.pack.sample, algorithm.gamma, algorithm.gae_lambda)[1]
+        loss, sums = _loss(values, old, returns, microbatch, algorithm.critic.value_clip)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), (sums, old)
+
+    return module(**model.inputs(microbatch.pack)), loss_function
+
+
+def _loss(
+    values: Tensor, old: Tensor, returns: Tensor, microbatch: Microbatch, value_clip: float
+) -> tuple[Tensor, Tensor]:
+    """The loss, and float32 [2] loss and share of clipped tokens, without gradient."""
+    try:
+        losses, clipped = value_loss(values, old, returns, microbatch.weights > 0, value_clip)
+    except NonFiniteLogprob as error:
+        sample = int(microbatch.owners[error.index])
+        raise RuntimeError(f"sample {sample} of the batch: {error.name} is {error.value}, from the critic") from error
+    loss = weighted_sum(losses, microbatch.shares)
+    return loss, torch.stack([loss, weighted_sum(clipped.float(), microbatch.shares)]).detach()

@@ -46,7 +46,8 @@ class Experience:
     """A microbatch with what the last stage learns from: float32 [labelled tokens].
 
     advantages: None on other stages. before: logprobs of the policy before the step, when several updates need them.
-    returns, values: the critic's targets and its values before the step.
+    returns, values: the critic's targets and its values before the step. rewards: of each token, from which the critic
+    makes its targets when its values come with the update.
     """
 
     microbatch: Microbatch
@@ -56,6 +57,7 @@ class Experience:
     teacher: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
+    rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,18 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Gathered:
     Raises UserError when a custom advantage function fails, ValueError when a reward is not finite.
     """
     count = len(batch.microbatches)
-    penalties = _penalties(batch, scores, algorithm)
     returns: PerPack = [None] * count
     metrics: dict[str, float] = {}
     if algorithm.name == "sft":
         advantages: PerPack = [torch.ones_like(microbatch.weights) for microbatch in batch.microbatches]
     elif algorithm.estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        advantages, returns = _of_tokens(batch, scores.values, penalties, algorithm)
+        advantages, returns = _of_tokens(batch, scores, algorithm)
         if algorithm.normalizes:
             advantages = _standardized(batch, advantages)
         if algorithm.name == "ppo":
             metrics = _explained(batch, scores.values, returns)
     else:
-        of_samples = _of_samples(batch, penalties, algorithm)
+        of_samples = _of_samples(batch, _penalties(batch, scores, algorithm), algorithm)
         advantages = [
             of_samples[microbatch.owners.cpu()].to(microbatch.weights.device) for microbatch in batch.microbatches
         ]
@@ -153,23 +154,30 @@ def _custom(path: str, rewards: Tensor, batch: Batch) -> Tensor:
     return torch.where(counted, result.detach().float(), torch.zeros_like(rewards))
 
 
-def _of_tokens(batch: Batch, values: PerPack, penalties: PerPack, algorithm: Algorithm) -> tuple[PerPack, PerPack]:
-    """Advantages and returns of tokens, on the last stage."""
+def rewards_of_tokens(batch: Batch, scores: Scores, algorithm: Algorithm) -> list[Tensor]:
+    """Reward float32 [labelled tokens] of each token, for each microbatch; without the KL term on earlier stages."""
     if algorithm.estimator == "reinforce_plus_plus_baseline":
         rewards = centred_rewards(batch.rewards, batch.groups, batch.sample_weights)
     else:
         rewards = counted_rewards(batch.rewards, batch.sample_weights)
+    return [
+        token_rewards(rewards[microbatch.owners.cpu()].to(microbatch.weights.device), microbatch.pack.sample, penalty)
+        for microbatch, penalty in zip(batch.microbatches, _penalties(batch, scores, algorithm), strict=True)
+    ]
+
+
+def _of_tokens(batch: Batch, scores: Scores, algorithm: Algorithm) -> tuple[PerPack, PerPack]:
+    """Advantages and returns of tokens, on the last stage."""
     advantages: list[Tensor | None] = []
     returns: list[Tensor | None] = []
-    for i, (microbatch, penalty) in enumerate(zip(batch.microbatches, penalties, strict=True)):
-        samples, device = microbatch.pack.sample, microbatch.weights.device
-        own = token_rewards(rewards[microbatch.owners.cpu()].to(device), samples, penalty)
+    for i, own in enumerate(rewards_of_tokens(batch, scores, algorithm)):
+        samples = batch.microbatches[i].pack.sample
         if algorithm.estimator != "gae":
             sums = discounted_sums(own, samples, algorithm.gamma)
             advantages.append(sums)
             returns.append(sums)
             continue
-        value = values[i]
+        value = scores.values[i]
         both = (None, None) if value is None else gae(own, value, samples, algorithm.gamma, algorithm.gae_lambda)
         advantages.append(both[0])
         returns.append(both[1])

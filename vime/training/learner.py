@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from vime.training import hf_weights, model, parallel
 from vime.training.batch import Batch
 from vime.training.batching import divide_into_packs
 from vime.training.critic import Critic
-from vime.training.experience import Experience, Scores, gather
+from vime.training.experience import Experience, Scores, gather, rewards_of_tokens
 from vime.training.frozen import Frozen
 from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
 from vime.training.pack import Pack, pack_all
@@ -67,15 +68,20 @@ class Learner:
         started = time.monotonic()
         algorithm = self.config.algorithm
         scores = self._scores([microbatch.pack for microbatch in batch.microbatches])
-        gathered = gather(batch, scores, algorithm)
         self.scoring_seconds = time.monotonic() - started
+        metrics: dict[str, float] = {}
+        alone = self.critic is not None and self.critic.alone
+        if self.critic is not None and self.critic.once:
+            rewards = rewards_of_tokens(batch, scores, algorithm)
+            values, metrics = self.critic.train_once(batch.microbatches, rewards, algorithm)
+            scores = replace(scores, values=values)
+        gathered = gather(batch, scores, algorithm)
         parts = batch.parts(gathered.items)
-        metrics = gathered.metrics
-        if self.critic is not None:
-            alone = self.critic.alone
-            metrics = metrics | self.critic.train(parts)
-            if alone:
-                return metrics
+        if self.critic is not None and not self.critic.once:
+            metrics = self.critic.train(parts)
+        metrics |= gathered.metrics
+        if alone:
+            return metrics
         step = partial(_train_microbatch, self.config)
         updates = [self.trainable.update(step, part, advance=part is parts[-1]) for part in parts]
         if self.replay is not None:
@@ -104,7 +110,7 @@ class Learner:
             before=[output[0] if output is not None else None for output in before],
             reference=self.reference.logprobs(packs) if self.reference is not None else (),
             teacher=self.teacher.logprobs(packs) if self.teacher is not None else (),
-            values=self.critic.values(packs) if self.critic is not None else (),
+            values=self.critic.values(packs) if self.critic is not None and not self.critic.once else (),
         )
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:

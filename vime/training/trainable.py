@@ -25,9 +25,9 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Updated:
-    """One optimizer update. sums: of each microbatch, on the last stage only."""
+    """One optimizer update. sums: what the step said of each microbatch, on the last stage only."""
 
-    sums: list[Tensor]
+    sums: list[Any]
     gradient_norm: float
     learning_rate: float
 
