@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.training.ranks import Ranks, tiny_config
-from tests.training.test_model import TINY
+from tests.training.test_model import TINY, make_model
 from tests.training.test_step import ADAM_EPS, write_batch
 from vime.buffer.manifest import Manifest
 from vime.checkpoint_folder import MARKER
@@ -113,6 +113,24 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (2, {"distributed_optimizer": False, "tensor_parallel": 2}),
         (2, {"distributed_optimizer": False, "pipeline_parallel": 2}),
     ],
+    "vpp2_cp2_one_vpp2": [
+        (2, {"pipeline_parallel": 2, "virtual_stages": 2}),
+        (2, {"context_parallel": 2}),
+        (1, {}),
+        (2, {"pipeline_parallel": 2, "virtual_stages": 2}),
+    ],
+    "glm4_moe-ep2_tp2ep2_etp2_vpp2": [
+        (2, {"expert_parallel": 2}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}),
+        (2, {"pipeline_parallel": 2, "virtual_stages": 2}),
+    ],
+    "qwen3_moe-one_ep2_dp2_pp2ep2": [
+        (1, {}),
+        (2, {"expert_parallel": 2}),
+        (2, {}),
+        (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
+    ],
 }
 
 
@@ -121,6 +139,9 @@ def test_each_step_in_another_layout_is_an_uninterrupted_run(
     ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, chain: str
 ) -> None:
     model, batches = prepared
+    if "moe" in chain:
+        model = tmp_path / "hf"
+        make_model(chain.split("-")[0], model)
     plain = {"distributed_optimizer": False} if chain == "plain_optimizer" else {}
     (expected,) = ranks.run(1, _uninterrupted, model, tmp_path / "whole", batches, plain)
     parts = []

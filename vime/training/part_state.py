@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
 
 from vime.training.model import Policy
 from vime.training.trainable import Trainable
 
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Optimizer state as tensors of the parameters' shapes, which fit every layout. Pass a copy: Megatron adds to it."""
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Optimizer state as tensors of the parameters' shapes and names, which fit every layout: with expert parallelism
+Megatron chains two optimizers, without it has one. Pass a copy: Megatron adds to it."""
 
 
 def state_of_model(chunks: Sequence[Policy], prefix: str) -> dict[str, Any]:
@@ -31,30 +34,68 @@ def load_model(chunks: Sequence[Policy], loaded: dict[str, Any]) -> None:
 
 def state_of(trainable: Trainable, prefix: str, *, loading: bool) -> dict[str, Any]:
     """Weights, optimizer and place in the learning rate's schedule."""
-    give_state(trainable.optimizer)
     state = _chunks_state(trainable.chunks)
-    state["optimizer"] = trainable.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(FORMAT))
+    state["optimizer"], settings = _optimizer_state(trainable, state, loading=loading)
     add_prefix_for_sharding(state, prefix)
     if not loading:
         state["scheduler"] = trainable.scheduler.state_dict()
+        state["adam_steps"] = _steps(settings)
     return state
 
 
 def load_into(trainable: Trainable, loaded: dict[str, Any]) -> None:
     """Put back what `state_of` described.
 
-    Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's.
+    Adam's settings and the schedule are this configuration's: only its place in the schedule is the checkpoint's, and
+    how often Adam has stepped.
     """
-    optimizer = trainable.optimizer
-    configured = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
     load_model(trainable.chunks, loaded)
-    _load_optimizer(optimizer, loaded["optimizer"])
-    for group, settings in zip(optimizer.param_groups, configured, strict=True):
-        group.update(settings)
+    _, settings = _optimizer_state(trainable, _chunks_state(trainable.chunks), loading=True)
+    steps = loaded["adam_steps"]
+    _set_steps(settings, steps)
+    _load_optimizer(trainable.optimizer, merge(settings, loaded["optimizer"]), steps)
     trainable.scheduler.step(increment=loaded["scheduler"]["num_steps"] - trainable.scheduler.num_steps)
+
+
+def _optimizer_state(
+    trainable: Trainable, model: dict[str, Any], *, loading: bool
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The optimizer's tensors, and the rest of its state, which is the same in every rank and depends on the layout."""
+    give_state(trainable.optimizer)
+    whole = trainable.optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=dict(FORMAT))
+    tensors, settings = extract_sharded_base(whole)
+    return tensors, dict_list_map_inplace(_unwrapped, settings)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+
+
+def _steps(settings: Any) -> float:
+    """How often Adam has stepped, which is the same for all parameters."""
+    found = {float(value) for key, value in _entries(settings) if key in ("step", "common_step")}
+    return max(found, default=0.0)
+
+
+def _set_steps(settings: Any, steps: float) -> None:
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if key in ("step", "common_step"):
+                settings[key] = torch.full_like(value, steps) if isinstance(value, torch.Tensor) else type(value)(steps)
+            else:
+                _set_steps(value, steps)
+    elif isinstance(settings, list):
+        for value in settings:
+            _set_steps(value, steps)
+
+
+def _entries(settings: Any) -> Iterator[tuple[Any, Any]]:
+    """(key, value) of every entry of nested dictionaries and lists."""
+    for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        if isinstance(value, dict | list):
+            yield from _entries(value)
+        else:
+            yield key, value
 
 
 def _chunks_state(chunks: Sequence[Policy]) -> dict[str, Any]:
@@ -77,24 +118,24 @@ def _counts_steps(part: Any) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any], steps: float) -> None:
     parts = _parts(optimizer)
     for index, part in enumerate(parts):
         state = loaded if len(parts) == 1 else loaded[index]
         tensors = state.pop("param_state", None)
         if tensors is None:  # not distributed: its tensors are among the rest
             if _counts_steps(part):  # of which Megatron leaves out a count of 0
-                state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+                state.get("optimizer", state)["state"]["common_step"] = torch.tensor(steps)
             part.load_state_dict(state)
             continue
         part.load_state_dict(state)
         # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
         # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
         adam = part.optimizer.state
-        steps = {parameter: state.pop("step") for parameter, state in adam.items() if "step" in state}
+        counted = [state for state in adam.values() if state.pop("step", None) is not None]
         part.load_parameter_state_from_fully_reshardable(tensors)
-        for parameter, step in steps.items():
-            adam[parameter]["step"] = step.clone()
+        for state in counted:
+            state["step"] = torch.tensor(steps)
 
 
 def give_state(optimizer: MegatronOptimizer) -> None:
