@@ -321,7 +321,7 @@ def test_a_calculator_on_a_real_engine(my_logic: None, engine_stack: EngineStack
                 position, calls = position + len(answered), calls + 1
             position += 1
         assert sample.loss_mask.tolist() == expected.tolist()
-        assert calls == sample.metadata["calls"]
+        assert calls == min(sample.metadata["calls"], 2), "nothing is sampled behind the third answer: it is left out"
         under = logprobs(stack.model, sample.token_ids[: sample.prompt_length].tolist(), response)
         kept = sample.loss_mask == 1
         np.testing.assert_allclose(sample.rollout_logprobs[kept], under[kept], atol=5e-5)

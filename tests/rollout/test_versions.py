@@ -101,7 +101,8 @@ def test_an_engine_stops_working_on_what_nobody_waits_for(engine_stack: EngineSt
             begun = worked()
             await asyncio.sleep(1.5)
             busy = worked() - begun
-            assert not any(job.done() for job in jobs), "the work is too little for this test"
+            assert [job.exception() for job in jobs if job.done()] == [None] * sum(job.done() for job in jobs)
+            assert not all(job.done() for job in jobs), "the work is too little for this test"
             for job in jobs:
                 job.cancel()
             await asyncio.sleep(2)

@@ -121,7 +121,10 @@ class Episode:
         self.append_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def append_ids(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that are not trained on. Raises EpisodeEnded when they leave no room to sample."""
+        """Append tokens that are not trained on; the sample has them only if something is sampled behind them.
+
+        Raises EpisodeEnded when they leave no room to sample.
+        """
         if not self._parts:
             raise UserError("a generate must sample before it appends: what comes first belongs to the prompt")
         self._require(len(token_ids) + 1)
