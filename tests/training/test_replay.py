@@ -296,6 +296,33 @@ def test_case_15_off_is_no_error_and_binds_nothing(ranks: Ranks, prepared: Prepa
     assert abs(on["metrics"]["train/loss"] - off["metrics"]["train/loss"]) > 1e-3
 
 
+def _score(rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest) -> list[torch.Tensor]:
+    from vime.buffer.reader import BufferReader
+    from vime.training import batch, parallel
+    from vime.training.learner import Learner
+
+    config = tiny_config(
+        algorithm={"routing_replay": True, "kl_coefficient": 0.1}, training={"ranks": world_size, "recompute": "full"}
+    )
+    parallel.initialize(config, store, rank, world_size)
+    learner = Learner(config, model)
+    reader = BufferReader(RunDir(run), config.buffer)
+    loaded = batch.load(manifest, reader, config, version=0, replay=learner.replay)
+    packs = [microbatch.pack for microbatch in loaded.microbatches]
+    assert learner.reference is not None
+    replayed, reference = learner._score(packs), learner.reference.logprobs(packs)
+    samples = [reader.samples(manifest, [i])[0] for microbatch in loaded.microbatches for i in microbatch.samples]
+    free = learner.score(samples, config.rollout.temperature)  # as the probe of the engines is
+    assert all(output is not None for output in (*replayed, *reference))
+    return [torch.cat([output[0] for output in replayed]), torch.cat(list(reference)), torch.cat(free)]  # type: ignore[index, arg-type]
+
+
+def test_the_policys_scores_are_replayed_and_no_others(ranks: Ranks, prepared: Prepared) -> None:
+    ((replayed, reference, free),) = ranks.run(1, _score, *prepared["qwen3_moe"])
+    assert (reference - free).abs().max() < 1e-5  # the same weights, both free
+    assert (replayed - free).abs().mean() > 0.1  # the batch's routes are random
+
+
 def _bind_wrongly(rank: int, store: Any, world_size: int, model: Path) -> list[str]:
     from dataclasses import replace
 

@@ -62,7 +62,8 @@ class Pack:
     rollout_logprobs: float32 [labelled tokens], the engine's.
     tokens, size: of the whole pack, before and after padding.
     starts: first row in the whole pack of each sample.
-    routes: int [layers of this rank, local tokens, top-k], experts to replay (`vime.training.replay`); None for none.
+    routes: int [layers of this rank, local tokens, top-k] in the host's memory, experts to replay
+        (`vime.training.replay`); None for none.
     """
 
     token_ids: Tensor

@@ -20,6 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vime.buffer.sample import Sample
@@ -60,45 +61,45 @@ class Choices(RouterReplay):
 class ChunkReplay:
     """The routers of one model chunk. rows: where each one's choices are in a pack's routes."""
 
-    def __init__(self, choices: Sequence[Choices], rows: Sequence[int], sequence_parallel: bool) -> None:
+    def __init__(self, choices: Sequence[Choices], rows: Sequence[int], config: TransformerConfig) -> None:
         self._choices = choices
         self._rows = rows
-        self._sequence_parallel = sequence_parallel
-        self._passes = 0
+        self._sequence_parallel = config.sequence_parallel
+        modules = config.recompute_modules if config.recompute_granularity == "selective" else None
+        self._computed_again = config.recompute_granularity == "full" or "moe" in (modules or ())
 
     @contextmanager
     def replaying(self, routes: Tensor | None) -> Iterator[None]:
         """A forward pass by the routes of its pack, int [layers, tokens, top-k]; without any it is free.
 
-        With gradients on, the same routes serve when its layers are computed again.
+        They are on the device while the pass lasts, and until its gradient where its layers are computed again for it.
         """
         if routes is None:
             yield
             return
-        kept = torch.is_grad_enabled()
+        again = self._computed_again and torch.is_grad_enabled()
+        here = routes.to(torch.cuda.current_device())
         for choices, row in zip(self._choices, self._rows, strict=True):
-            choices.set_target_indices(self._own_tokens(routes[row]))
-            if not kept:
+            choices.set_target_indices(self._own_tokens(here[row]))
+            if not again:
                 choices.replay_backward_list.pop()
             choices.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        self._passes += kept
         yield
         for choices in self._choices:
             choices.target_topk_idx = None
-            if self._passes:
+            if choices.replay_backward_list:  # what comes next is a gradient, or another pass, which sets its own
                 choices.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
             else:
                 choices.clear_router_replay_action()
 
     def finish(self) -> None:
-        """After the backward passes. Raises RuntimeError when a router took some of its choices again, but not all."""
+        """After the backward passes: each kept route must have been used. Raises RuntimeError when one was not."""
         for choices in self._choices:
             left = len(choices.replay_backward_list)
             choices.clear_indices()
             choices.clear_router_replay_action()
-            if left not in (0, self._passes):
-                raise RuntimeError(f"{self._passes - left} of {self._passes} microbatches' routes were replayed again")
-        self._passes = 0
+            if left:
+                raise RuntimeError(f"layers were not computed again with the routes of {left} microbatches")
 
     def _own_tokens(self, routes: Tensor) -> Tensor:
         """Of [tokens, top-k] what this rank's routers see: its share of the tokens under sequence parallelism."""
@@ -135,7 +136,7 @@ class Replay:
                 routers[layer].router_replay = Choices()
                 choices.append(routers[layer].router_replay)
             rows = [self.places.index(place) for place in routing.places(layers)]
-            chunk.replay = ChunkReplay(choices, rows, chunk.config.sequence_parallel)
+            chunk.replay = ChunkReplay(choices, rows, chunk.config)
             self._chunks.append(chunk.replay)
         bound = len(RouterReplay.global_router_replay_instances)
         if bound != len(self.places):
@@ -152,7 +153,7 @@ class Replay:
 
 
 def pack_routes(samples: Sequence[Sample], pack: Pack, layers: int, routing: Routing) -> Tensor:
-    """Choices for the tokens of a pack of these samples: int [layers, local tokens, top-k], on the device.
+    """Choices for the tokens of a pack of these samples: int [layers, local tokens, top-k], in the host's memory.
 
     FREE where no route is known, and at each sequence's last token and padding, of which nothing is predicted.
     """
@@ -164,7 +165,7 @@ def pack_routes(samples: Sequence[Sample], pack: Pack, layers: int, routing: Rou
             routes[:, start + first : start + ids.shape[1]] = ids[:, first:]
     if pack.rows is not None:
         routes = routes[:, pack.rows.cpu().numpy()]
-    return torch.from_numpy(routes).to(pack.token_ids.device)
+    return torch.from_numpy(routes)
 
 
 def replayed_tokens(sample: Sample) -> int:
