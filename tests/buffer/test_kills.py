@@ -21,6 +21,8 @@ from vime.buffer.reader import BufferReader
 from vime.run_dir import RunDir
 
 STEPS, SAVE_EVERY = 5, 2
+PATIENCE = 300.0
+"""Seconds that a role may take on a machine that is busy with other things."""
 LONG = 10_000
 """More changes to the filesystem than a run makes: never killed."""
 
@@ -40,7 +42,7 @@ def train(folder: Path, control: Control) -> None:
     reader = BufferReader(RunDir(folder), CONFIG)
     position = 0
     while step < STEPS:
-        message = control.next_message(position, 30, f"the batch of step {step + 1}")
+        message = control.next_message(position, PATIENCE, f"the batch of step {step + 1}")
         position += 1
         assert isinstance(message, BatchMessage)
         assert message.step == step + 1, "the next batch, and no other, is announced next"
@@ -100,9 +102,9 @@ def attempt(folder: Path, number: int, writer_calls: int, reader_calls: int) -> 
     done, _ = read_checkpoint(folder)
     writer = forked(writer_calls, lambda: write_batches(folder, connect(port, number), done, STEPS))
     reader = forked(reader_calls, lambda: train(folder, connect(port, number)))
-    code = ended(writer, 60)
+    code = ended(writer, PATIENCE)
     # One role's end is the end of the attempt: the other is given a moment, as by a supervisor, and killed.
-    other = ended(reader, 60 if code == 0 else 0.05)
+    other = ended(reader, PATIENCE if code == 0 else 0.05)
     if other is None:
         os.kill(reader, signal.SIGKILL)
         os.waitpid(reader, 0)
