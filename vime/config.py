@@ -103,8 +103,14 @@ class Shape(Section):
     """Longest sequence, in tokens."""
     tied_embeddings: bool = False
     """Whether the output layer shares the embedding's weight."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised."""
+    qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have a bias."""
     experts: int = Field(0, ge=0)
     """Experts of a mixture-of-experts layer. 0: dense."""
+    top_k: int = Field(0, ge=0)
+    """Experts that a token uses."""
     expert_ffn: int = Field(0, ge=0)
     """Width of one expert."""
     shared_expert_ffn: int = Field(0, ge=0)

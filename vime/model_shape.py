@@ -6,8 +6,11 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vime.config import Model
+from vime.config import Model, Shape, TinyModel
 from vime.errors import UserError
+
+TINY_VOCABULARY = 264
+"""Words of a tiny model: 256 bytes and 8 special tokens (vime.models.tiny)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,29 @@ def read_shape(model: Model) -> ModelShape:
                 f"{getattr(declared, name)}: is it {model.name or 'the model that the recipe means'}?"
             )
     return found
+
+
+def tiny_shape(tiny: TinyModel) -> Shape:
+    """All sizes of a tiny model."""
+    glm = tiny.family == "glm4_moe"
+    return Shape(
+        layers=tiny.layers,
+        hidden=tiny.hidden,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        head_dim=tiny.head_dim,
+        ffn=tiny.ffn,
+        vocabulary=TINY_VOCABULARY,
+        context=tiny.context,
+        tied_embeddings=tiny.tied_embeddings,
+        qk_norm=tiny.qk_norm if glm else True,
+        qkv_bias=glm,
+        experts=tiny.experts,
+        top_k=tiny.top_k if tiny.experts else 0,
+        expert_ffn=tiny.expert_ffn if tiny.experts else 0,
+        shared_expert_ffn=tiny.shared_experts * tiny.expert_ffn if glm else 0,
+        dense_layers=tiny.dense_layers if glm else 0,
+    )
 
 
 def _read_folder(path: Path) -> ModelShape:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vime.config import Config
 from vime.launch.script import batch_command, sbatch_text
+from vime.memory import memory_of, parts_text
 from vime.node_list import compress
 from vime.plan import Component, Plan, Process, RolePlan
 from vime.time_limit import text as time_text
@@ -25,13 +26,19 @@ MANY = 8
 def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
     """`config` and `plan` as a run would write them to config.yaml and plan.json; on SLURM also what is asked of it.
 
-    `script` is the submission, `gpu_hours` and `node_hours` what it may cost at most, `engine_urls` where the engines
-    will answer, `warnings` what works badly.
+    `memory_gb` is what the fullest trainer rank and one GPU of an engine take, `script` the submission, `gpu_hours` and
+    `node_hours` what it may cost at most, `engine_urls` where the engines will answer, `warnings` what works badly.
     """
     data: dict[str, Any] = {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
     engines = plan.role("engine")
     data["engine_urls"] = [_url(process) for process in engines.processes if process.part == 0] if engines else []
     data["warnings"] = list(plan.warnings)
+    trainer, engine = memory_of(config)
+    data["memory_gb"] = {
+        name: {**memory.model_dump(), "total": memory.total}
+        for name, memory in (("trainer", trainer), ("engine", engine))
+        if memory is not None
+    }
     if plan.time_limit is not None:
         data["gpu_hours"] = plan.gpus * plan.time_limit / 3600
         data["node_hours"] = plan.nodes * plan.time_limit / 3600
@@ -115,6 +122,22 @@ def _url(process: Process) -> str:
     return f"http://{process.node}:{PORT}"
 
 
+def _memory_lines(config: Config) -> list[str]:
+    """What the fullest trainer rank and one GPU of an engine take, in GB, of what there is."""
+    node = config.cluster.node
+    of = f" of {node.gpu_memory_gb:g}" if config.cluster.device == "cuda" and node.gpu_memory_gb else ""
+    trainer, engine = memory_of(config)
+    lines = []
+    if trainer is not None:
+        where = f", stage {trainer.stage}" if config.training.pipeline_parallel > 1 else ""
+        lines.append(f"memory     trainer rank{where}: {trainer.total:.3g}{of} GB = {parts_text(trainer)}")
+    if engine is not None:
+        cache = f"; the cache of an engine holds {engine.kv_tokens:,} tokens"
+        what = "engine GPU" if config.cluster.device == "cuda" else "engine"
+        lines.append(f"           {what}: {engine.total:.3g}{of} GB = {parts_text(engine)}{cache}")
+    return lines
+
+
 def _request(plan: Plan, limit: int) -> str:
     hours = limit / 3600
     parts = ", ".join(_part(component) for component in plan.components)
@@ -153,5 +176,6 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel {split},"
         f" {training.dtype}",
         *([f"request    {_request(plan, plan.time_limit)}"] if plan.time_limit is not None else []),
+        *_memory_lines(config),
         f"run        {config.run.root / (config.run.name or f'{plan.recipe}-<time>-<random>')}",
     ]
