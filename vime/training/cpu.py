@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = (
+FACTORIES = (
     "tensor",
     "zeros",
     "empty",
@@ -66,7 +66,7 @@ def enable() -> None:
     cuda.stream = lambda stream: nullcontext()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
-    for name in _FACTORIES:
+    for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _patch_random()
     _patch_optimizers()
