@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 
 from tests.launch.job import until
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.conftest import Clusters
+from tests.slurm.shape import SMALL
 from vime.compose import ROOT
 from vime.run_dir import RunDir
 
@@ -25,26 +28,29 @@ LONGEST = 900
 
 
 START = ("cluster=minislurm", "recipe=tiny_grpo", "run.name=run", "--wait")
+STEPS = 16
+COMPARED = (f"training.steps={STEPS}", "training.save_interval=2", "training.adam_eps=1e-4", "evaluation.prompts=0")
+SMALL_STEPS = "rollout.prompts_per_step=8"
 Launch = Callable[..., tuple[subprocess.Popen[str], RunDir]]
 
 
-@pytest.fixture
-def launch(slurm: SlurmCluster, tmp_path: Path, model_cache: Path) -> Iterator[Launch]:
-    """Starts launch.py for the run `run`, and, after the test, interrupts what still waits for it."""
+@contextmanager
+def _launching(slurm: SlurmCluster, folder: Path, cache: Path) -> Iterator[Launch]:
+    """Starts launch.py for the run `run` in `folder`; in the end interrupts what still waits for it."""
     launchers: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> tuple[subprocess.Popen[str], RunDir]:
-        place = [] if "--resume" in arguments else [f"run.root={tmp_path}"]
+        place = [] if "--resume" in arguments else [f"run.root={folder}"]
         launcher = subprocess.Popen(
             [sys.executable, "launch.py", *arguments, *place],
             cwd=ROOT,
-            env={**slurm.environ, "VIME_CACHE": str(model_cache)},
-            stdout=(tmp_path / "launcher.log").open("a"),
+            env={**slurm.environ, "VIME_CACHE": str(cache)},
+            stdout=(folder / "launcher.log").open("a"),
             stderr=subprocess.STDOUT,
             text=True,
         )
         launchers.append(launcher)
-        return launcher, RunDir(tmp_path / "run")
+        return launcher, RunDir(folder / "run")
 
     yield begin
     for launcher in launchers:
@@ -52,26 +58,38 @@ def launch(slurm: SlurmCluster, tmp_path: Path, model_cache: Path) -> Iterator[L
         launcher.wait(120)
 
 
+@pytest.fixture
+def launch(slurm: SlurmCluster, tmp_path: Path, model_cache: Path) -> Iterator[Launch]:
+    with _launching(slurm, tmp_path, model_cache) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def whole(slurm_clusters: Clusters, tmp_path_factory: pytest.TempPathFactory, model_cache: Path) -> Iterator[RunDir]:
+    """A run that nothing interrupts, on slices of one allocation."""
+    folder = tmp_path_factory.mktemp("whole")
+    with _launching(slurm_clusters(SMALL), folder, model_cache) as begin:
+        launcher, run = begin(*START, "launch.layout=partitioned", *COMPARED, SMALL_STEPS)
+        assert launcher.wait(LONGEST) == 0, (folder / "launcher.log").read_text()
+        yield run
+
+
 def _steps(run: RunDir) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
-def test_tiny_grpo_completes_on_slices_of_one_allocation(launch: Launch, tmp_path: Path) -> None:
-    small = ["training.steps=2", "evaluation.prompts=16", "rollout.prompts_per_step=8"]
-    launcher, run = launch(*START, "launch.layout=partitioned", *small)
-    assert launcher.wait(LONGEST) == 0, (tmp_path / "launcher.log").read_text()
-    assert [step["step"] for step in _steps(run)] == [1, 2]
+def test_tiny_grpo_completes_on_slices_of_one_allocation(whole: RunDir) -> None:
+    assert [step["step"] for step in _steps(whole)] == list(range(1, STEPS + 1))
     # Trainer and engine are on different nodes of the plan and still agree about every logprob.
-    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in _steps(run))
-    assert (run.export / "step_2" / "config.json").exists()
-    assert (tmp_path / "launcher.log").read_text().splitlines()[-1] == str(run.path)
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in _steps(whole))
+    assert (whole.export / f"step_{STEPS}" / "config.json").exists()
+    assert (whole.path.parent / "launcher.log").read_text().splitlines()[-1] == str(whole.path)
 
 
-def test_a_heterogeneous_job_that_is_killed_resumed_and_warned_completes(
-    launch: Launch, slurm: SlurmCluster, tmp_path: Path
+def test_a_heterogeneous_job_that_is_killed_resumed_and_warned_equals_an_uninterrupted_one(
+    whole: RunDir, launch: Launch, slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    small = ["training.steps=16", "training.save_interval=2", "evaluation.prompts=0", "rollout.prompts_per_step=8"]
-    launcher, run = launch(*START, *small)
+    launcher, run = launch(*START, *COMPARED, SMALL_STEPS)
     until(lambda: run.status.exists() and run.read_status().step >= 3, LONGEST, "step 3")
     log = (run.logs / "latest" / "supervisor-0.log").read_text()
     [pid] = re.findall(r"started trainer-1: pid (\d+) on train1", log)
@@ -98,10 +116,18 @@ def test_a_heterogeneous_job_that_is_killed_resumed_and_warned_completes(
     assert loaded[0] % 2 == 0
     assert loaded[1] == reached
     last = {step["step"]: step for step in _steps(run)}  # a step that was lost is trained again
-    assert list(last) == list(range(1, 17))
-    attempts = [last[step]["attempt"] for step in range(1, 17)]
-    assert attempts == [1] * loaded[0] + [2] * (reached - loaded[0]) + [3] * (16 - reached)
-    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in _steps(run))
+    attempts = [last[step]["attempt"] for step in range(1, STEPS + 1)]
+    assert attempts == [1] * loaded[0] + [2] * (reached - loaded[0]) + [3] * (STEPS - reached)
+    # The same prompts in the same order, the same samples and losses, also of the steps that were lost.
+    expected = {step["step"]: step for step in _steps(whole)}
+    for step in _steps(run):
+        for name, value in expected[step["step"]].items():
+            # What a step measured of groups that an earlier attempt generated is not there.
+            if name.startswith("train/") or (name.startswith("rollout/") and name in step):
+                assert step[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (step["attempt"], step["step"], name)
+    ends = [json.loads((r.checkpoints / f"step_{STEPS}" / "complete").read_bytes()) for r in (run, whole)]
+    assert ends[0]["cursor"] == ends[1]["cursor"]
+    assert all(step["train/grad_norm"] > 1e-3 for step in expected.values())  # there was something to lose
 
 
 def _pids(run: RunDir, *parts: str) -> list[int]:
@@ -122,7 +148,7 @@ def _pids(run: RunDir, *parts: str) -> list[int]:
 def test_an_engine_that_spans_nodes_restarts_whole_and_its_lost_part_is_named(launch: Launch) -> None:
     """Tensor parallel over two nodes of one slot each: both hold half of the weights, and neither serves alone."""
     placed = ["training.ranks=1", "rollout.tensor_parallel=2", "cluster.slurm.rollout.partition=all"]
-    small = ["training.steps=10000", "evaluation.prompts=0", "rollout.prompts_per_step=8", "rollout.max_restarts=1"]
+    small = ["training.steps=10000", "evaluation.prompts=0", SMALL_STEPS, "rollout.max_restarts=1"]
     launcher, run = launch(*START, *placed, *small)
 
     def kill_rank_of(node: str) -> None:
