@@ -29,9 +29,9 @@ def test_it_is_the_other_slurm(slurm: SlurmCluster) -> None:
     assert slurm.run("scontrol", "--version").stdout.startswith("slurm-wlm 24.11")
 
 
-def test_both_layouts_complete(start: Start, slurm: SlurmCluster) -> None:
-    for layout in ("hetjob", "partitioned"):
-        test_run.test_a_run_completes_in_both_layouts(start, slurm, layout)
+@pytest.mark.parametrize("layout", ["hetjob", "partitioned"])
+def test_a_run_completes_in_both_layouts(start: Start, slurm: SlurmCluster, layout: str) -> None:
+    test_run.test_a_run_completes_in_both_layouts(start, slurm, layout)
 
 
 def test_what_ends_early_is_named_or_cancelled_and_leaves_nothing(start: Start, slurm: SlurmCluster) -> None:
