@@ -187,7 +187,7 @@ def test_a_killed_run_with_an_engine_goes_on_with_the_same_samples(tmp_path: Pat
     assert [line["step"] for line in resumed] in ([3, 4, 5], [5])
     for line in lines(run.metrics):
         for name, value in expected[line["step"]].items():
-            if name.startswith(("train/", "rollout/")):
+            if name.startswith(("train/", "rollout/")) and name != "rollout/wait_time_ratio":
                 assert line[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (line["attempt"], line["step"], name)
     assert all(line["train/grad_norm"] > 1e-3 for line in expected.values())  # there was something to lose
     updates = [event for event in lines(run.events) if event["event"] == "weights_updated" and event["attempt"] == 2]
