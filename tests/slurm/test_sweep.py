@@ -68,7 +68,8 @@ def check_completed(folder: Path) -> None:
     ]
     assert sorted(run.read_status().step for run in runs) == [2, 2, 3, 3]
     comparison = compare(folder)
-    assert set(comparison.varied) == {"training.learning_rate", "run.seed", "training.steps"}
+    # Those of the array are partitioned jobs, the others are not.
+    assert set(comparison.varied) == {"training.learning_rate", "run.seed", "training.steps", "launch.layout"}
     rows = {tuple(row.settings[key] for key in ("training.learning_rate", "run.seed")) for row in comparison.runs}
     assert rows == {(1e-4, 1), (1e-4, 2), (3e-3, 1), (3e-3, 2)}
 

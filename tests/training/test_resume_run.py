@@ -157,7 +157,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 @pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_not_started_again(whole: RunDir, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    shutil.copytree(whole.path, run.path)
+    shutil.copytree(whole.path, run.path, symlinks=True)
     run.write_status(replace(run.read_status(), state="failed"))
     before = run.metrics.read_bytes()
     shutil.rmtree(run.checkpoints)
