@@ -32,7 +32,7 @@ RUN = (
 )  # fmt: skip
 
 
-def measure(steps: int = 20, learning_rate: float = 3e-4) -> dict[str, Any]:
+def measure(steps: int = 20, learning_rate: float = 5e-5) -> dict[str, Any]:
     """Of each run: the logprob difference of every step, its mean, rewards, coverage, and the step times."""
     with tempfile.TemporaryDirectory(prefix="vime-bench-") as name:
         runs = {
