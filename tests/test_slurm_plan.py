@@ -309,6 +309,10 @@ class TestReady:
         (tmp_path / "config.json").write_text(text)
         return f"model.path={tmp_path}"
 
+    def test_tied_embeddings_that_no_engine_has(self) -> None:
+        message = self.refused("local", "tiny_glm_grpo", "model.tiny.tied_embeddings=true")
+        assert message.startswith("model.tiny.tied_embeddings is true, and vLLM cannot tie")
+
     def test_files_that_a_site_has_to_name(self, tmp_path: Path) -> None:
         message = self.refused("h200", "qwen3_4b_grpo")
         assert message.startswith("model.path is not set: give the folder of Qwen/Qwen3-4B, model.path=FOLDER")

@@ -32,6 +32,7 @@ EXPERTS, TOP_K = 32, 4
 TINY = TinyModel(
     family="glm4_moe", layers=4, dense_layers=1, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=96, context=128,
     experts=EXPERTS, top_k=TOP_K, expert_ffn=96, routing_bias=0.02, initializer_range=0.1,
+    tied_embeddings=False,
 )  # fmt: skip
 
 
