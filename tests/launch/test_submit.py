@@ -111,7 +111,7 @@ def test_a_launcher_that_waits_cancels_the_run_when_it_is_interrupted(start: Sta
     job = start(SERVING)
     job.wait_started()
     os.killpg(job.launcher.pid, signum)
-    assert job.end(timeout=15) == 1
+    assert job.end(timeout=60) == 1
     status = job.status()
     assert (status.state, status.failure) == ("cancelled", None)
     assert status.ended is not None
@@ -123,7 +123,7 @@ def test_the_guardian_forwards_signals(start: Start, signum: signal.Signals, sta
     job = start(SERVING, overrides=["cluster.save_timeout=1"])
     job.wait_started()
     os.kill(job.pid_of("submitit.core._submit"), signum)
-    assert job.end(timeout=15) == 1
+    assert job.end(timeout=60) == 1
     assert job.status().state == state
     job.check_nothing_left()
 
