@@ -114,6 +114,8 @@ def test_an_array_and_lanes_complete_a_sweep_and_leave_what_is_done(
 def test_ctrl_c_cancels_what_waits_too_and_the_next_launch_starts_all_anew(
     slurm: SlurmCluster, file: Path, tmp_path: Path
 ) -> None:
+    # Long enough that none has ended when the last one is in the queue, however busy the machine.
+    file.write_text(file.read_text().replace("[2, 3]", "[500, 600]"))
     arguments = (f"sweep={file}", f"run.root={tmp_path}/runs", "sweep.parallel=1", "--wait", "training.warmup_steps=1")
     launcher = subprocess.Popen(
         [sys.executable, "launch.py", *arguments], cwd=ROOT, env=slurm.environ, stdout=subprocess.PIPE, text=True
