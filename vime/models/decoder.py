@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vime.models.weight import Weight, join_qkv, join_rows, split_halves, split_qkv
 
@@ -52,29 +52,56 @@ def check_layer_types(layer_types: list[Any] | None, layers: int) -> None:
         raise ValueError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={layers}")
 
 
-def dense_transformer(
-    *,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    eps: float,
-    initializer_range: float,
-    qk_norm: bool,
-    qkv_bias: bool,
-) -> dict[str, Any]:
+class HfDecoder(BaseModel):
+    """What the configurations of all families have; each adds its own. Anything else is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    # transformers takes hidden_size / num_attention_heads when this is missing; every published config has it
+    head_dim: int = Field(ge=2)
+    vocab_size: int = Field(ge=1)
+    max_position_embeddings: int = Field(32768, ge=1)
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    hidden_act: Literal["silu"] = "silu"
+    attention_dropout: float = Field(0.0, ge=0, le=0)
+    tie_word_embeddings: bool = False
+    rope_theta: float | None = None
+    rope_scaling: None = None
+    rope_parameters: Rope | None = None
+
+    @property
+    def rotary_base(self) -> float:
+        """The rotary base."""
+        return rotary_base(self.rope_theta, self.rope_parameters)
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share a key and a value."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @model_validator(mode="after")
+    def _heads_and_rotary_agree(self) -> HfDecoder:
+        check_heads(self.num_attention_heads, self.num_key_value_heads)
+        rotary_base(self.rope_theta, self.rope_parameters)
+        return self
+
+
+def dense_transformer(hf: HfDecoder, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Any]:
     """Megatron's settings of a decoder with grouped-query attention, gated SiLU feed-forward and RMSNorm."""
     return dict(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        kv_channels=head_dim,
-        layernorm_epsilon=eps,
-        init_method_std=initializer_range,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        layernorm_epsilon=hf.rms_norm_eps,
+        init_method_std=hf.initializer_range,
         normalization="RMSNorm",
         qk_layernorm=qk_norm,
         gated_linear_unit=True,

@@ -9,35 +9,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from vime.models import decoder
 from vime.models.family import Architecture
 from vime.models.weight import Weight
 
 
-class HfConfig(BaseModel):
+class HfConfig(decoder.HfDecoder):
     """The Hugging Face configuration, as far as vime computes it. Anything else is refused by name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    hidden_size: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    num_hidden_layers: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    vocab_size: int = Field(ge=1)
     max_position_embeddings: int = Field(131072, ge=1)
     rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
-    attention_dropout: float = Field(0.0, ge=0, le=0)
     use_qk_norm: bool = False
-    tie_word_embeddings: bool = False
-    rope_theta: float | None = None
-    rope_scaling: None = None
-    rope_parameters: decoder.Rope | None = None
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     n_routed_experts: int = Field(ge=2)
     # The router's weights are normalised over the chosen experts, and one chosen expert needs no such rule.
@@ -53,11 +38,6 @@ class HfConfig(BaseModel):
     output_router_logits: bool = False
 
     @property
-    def rotary_base(self) -> float:
-        """The rotary base."""
-        return decoder.rotary_base(self.rope_theta, self.rope_parameters)
-
-    @property
     def rotary_share(self) -> float:
         """Share of a head that is rotated, from either place that configs keep it in; the family's default is half."""
         inner = self.rope_parameters.partial_rotary_factor if self.rope_parameters is not None else None
@@ -65,8 +45,6 @@ class HfConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> HfConfig:
-        decoder.check_heads(self.num_attention_heads, self.num_key_value_heads)
-        decoder.rotary_base(self.rope_theta, self.rope_parameters)
         inner = self.rope_parameters.partial_rotary_factor if self.rope_parameters is not None else None
         if inner is not None and self.partial_rotary_factor is not None and inner != self.partial_rotary_factor:
             raise ValueError(
@@ -95,7 +73,7 @@ def architecture(hf: HfConfig) -> Architecture:
             ours,
             theirs,
             head_dim=hf.head_dim,
-            queries_per_group=hf.num_attention_heads // hf.num_key_value_heads,
+            queries_per_group=hf.queries_per_group,
             qk_norm=hf.use_qk_norm,
             qkv_bias=hf.attention_bias,
         )
@@ -113,18 +91,7 @@ def architecture(hf: HfConfig) -> Architecture:
     shared_ffn = hf.moe_intermediate_size * hf.n_shared_experts
     return Architecture(
         model_type="glm4_moe",
-        transformer=decoder.dense_transformer(
-            layers=hf.num_hidden_layers,
-            hidden=hf.hidden_size,
-            ffn=hf.intermediate_size,
-            heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads,
-            head_dim=hf.head_dim,
-            eps=hf.rms_norm_eps,
-            initializer_range=hf.initializer_range,
-            qk_norm=hf.use_qk_norm,
-            qkv_bias=hf.attention_bias,
-        )
+        transformer=decoder.dense_transformer(hf, qk_norm=hf.use_qk_norm, qkv_bias=hf.attention_bias)
         | decoder.moe_transformer(
             moe_layers, experts=hf.n_routed_experts, top_k=hf.num_experts_per_tok, ffn=hf.moe_intermediate_size
         )

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from vime.models import decoder
 from vime.models.family import Architecture
 from vime.models.weight import Weight
 
 
-class HfConfig(BaseModel):
+class HfConfig(decoder.HfDecoder):
     """The Hugging Face configuration, as far as vime computes it. Anything else is refused by name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    hidden_size: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    num_hidden_layers: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int = Field(ge=1)
-    # transformers takes hidden_size / num_attention_heads when this is missing; every published config has it
-    head_dim: int = Field(ge=2)
-    vocab_size: int = Field(ge=1)
-    max_position_embeddings: int = Field(32768, ge=1)
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
-    attention_dropout: float = Field(0.0, ge=0, le=0)
     use_sliding_window: Literal[False] = False
     sliding_window: int | None = None
-    tie_word_embeddings: bool = False
-    rope_theta: float | None = None
-    rope_scaling: None = None
-    rope_parameters: decoder.Rope | None = None
     num_experts: int | None = Field(None, ge=2)
     num_local_experts: int | None = Field(None, ge=2)
     num_experts_per_tok: int = Field(ge=1)
@@ -45,11 +27,6 @@ class HfConfig(BaseModel):
     # Of pre-training: a policy gradient has no use for a balance of experts that the engine would not know of.
     router_aux_loss_coef: float = 0.0
     output_router_logits: bool = False
-
-    @property
-    def rotary_base(self) -> float:
-        """The rotary base."""
-        return decoder.rotary_base(self.rope_theta, self.rope_parameters)
 
     @property
     def experts(self) -> int:
@@ -64,8 +41,6 @@ class HfConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> HfConfig:
-        decoder.check_heads(self.num_attention_heads, self.num_key_value_heads)
-        decoder.rotary_base(self.rope_theta, self.rope_parameters)
         decoder.check_whole_rotary(self.rope_parameters)
         if self.num_experts is None and self.num_local_experts is None:
             raise ValueError("num_experts is missing")
@@ -88,7 +63,7 @@ def architecture(hf: HfConfig) -> Architecture:
             ours,
             theirs,
             head_dim=hf.head_dim,
-            queries_per_group=hf.num_attention_heads // hf.num_key_value_heads,
+            queries_per_group=hf.queries_per_group,
             qk_norm=True,
             qkv_bias=False,
         )
@@ -102,18 +77,7 @@ def architecture(hf: HfConfig) -> Architecture:
 
     return Architecture(
         model_type="qwen3_moe",
-        transformer=decoder.dense_transformer(
-            layers=hf.num_hidden_layers,
-            hidden=hf.hidden_size,
-            ffn=hf.intermediate_size,
-            heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads,
-            head_dim=hf.head_dim,
-            eps=hf.rms_norm_eps,
-            initializer_range=hf.initializer_range,
-            qk_norm=True,
-            qkv_bias=False,
-        )
+        transformer=decoder.dense_transformer(hf, qk_norm=True, qkv_bias=False)
         | decoder.moe_transformer(
             moe_layers, experts=hf.experts, top_k=hf.num_experts_per_tok, ffn=hf.moe_intermediate_size
         )
