@@ -127,6 +127,18 @@ class SlurmRun:
                     continue
         return found
 
+    def batch_step_daemons(self) -> list[int]:
+        """Pids of Slurm's own processes that hold its batch step: the last that each does is report its end."""
+        title = f"slurmstepd: [{self.job_id}.batch]".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(title):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
     def kill(self, name: str) -> None:
         """SIGKILL to the process of a role."""
         os.kill(self.seen()[name]["pid"], signal.SIGKILL)

@@ -73,7 +73,8 @@ def test_a_node_whose_slurmd_is_killed(start: Start, slurm: SlurmCluster, node: 
         run.wait_state("requeued", "failed", "cancelled", timeout=90)
         # Nothing of the attempt is left, not even on the node that Slurm cannot reach.
         until(lambda: not run.processes(), 30, f"no process: {run.processes()}")
-        # The batch step's end is still on its way to the controller, which would take it for the end of the next one.
+        # While the batch step's end is on its way, the controller would take it for the end of the next attempt's.
+        until(lambda: not run.batch_step_daemons(), 60, f"the batch step's end: {run.batch_step_daemons()}")
         until(lambda: slurm.job(run.job_id)["Reason"] == "Resources", 60, "a job that waits for its node")
     finally:
         slurm.start_node(node)
