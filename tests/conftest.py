@@ -25,6 +25,11 @@ from vime.run_dir import RunDir
 STARTUP = 300.0
 
 
+def pytest_configure() -> None:
+    """SIGTERM ends the tests as Ctrl-C does: the fixtures end the runs and engines that they started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @dataclass
 class EngineStack:
     """A running engine and router, as a run has them, and what a test needs to speak to them."""
