@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.buffer.crash import forked
 from tests.buffer.made import connect
 from tests.buffer.test_writer import CONFIG, PER_BATCH, assert_complete, write_batches
 from vime.buffer.control import BatchMessage, Control
@@ -54,35 +54,6 @@ def train(folder: Path, control: Control) -> None:
             commit(folder / "checkpoint.json", [json.dumps({"step": step, "groups": groups}).encode()])
             reader.collect(step)
         control.publish_consumed(step)
-
-
-def forked(calls: int, work: Callable[[], object]) -> int:
-    """The pid of a child that does `work`, and ends like a power switch before its `calls`-th change to files."""
-    child = os.fork()
-    if child:
-        return child
-    left = calls
-
-    def counted(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **named: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os._exit(9)
-            return function(*arguments, **named)
-
-        return call
-
-    for name in ("write", "fsync", "rename", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - a forked child must never return into pytest
-        import traceback
-
-        traceback.print_exception(error)
-        os._exit(1)
-    os._exit(0)
 
 
 def ended(child: int, timeout: float) -> int | None:

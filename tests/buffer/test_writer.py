@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.buffer.crash import forked
 from tests.buffer.made import assert_same, connect, make_group
 from vime.buffer.control import BatchMessage, Control
 from vime.buffer.errors import BufferFault
@@ -262,32 +263,8 @@ def test_a_writer_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path,
 
 
 def crash_after(calls: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a child that ends, like a power switch, before its `calls`-th change to the filesystem.
-
-    True when `work` was finished before that.
-    """
-    child = os.fork()
-    if child == 0:
-        left = calls
-
-        def counted(function: Callable[..., object]) -> Callable[..., object]:
-            def call(*arguments: object, **named: object) -> object:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    os._exit(9)
-                return function(*arguments, **named)
-
-            return call
-
-        for name in ("write", "fsync", "rename", "unlink"):
-            setattr(os, name, counted(getattr(os, name)))
-        try:
-            work()
-        except BaseException:  # noqa: BLE001 - a forked child must never return into pytest
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Do `work` in a child that ends before its `calls`-th change to files; True when it was finished before that."""
+    code = os.waitstatus_to_exitcode(os.waitpid(forked(calls, work), 0)[1])
     assert code in (0, 9)
     return code == 0
 
