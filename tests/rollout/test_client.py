@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from vime.errors import WaitTimeout
-from vime.rollout.client import BadResponse, Completion, RequestRefused, RolloutClient, Sampling, read_completions
+from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
+from vime.rollout.patient import BadResponse, RequestRefused
 
 PROMPT = [1, 2, 3]
 

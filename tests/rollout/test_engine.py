@@ -10,8 +10,9 @@ import pytest
 
 from tests.conftest import EngineStack
 from tests.rollout.reference import logprobs
-from vime.rollout.client import Completion, RequestRefused, RolloutClient, Sampling
+from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.limits import read_limits
+from vime.rollout.patient import RequestRefused
 
 pytestmark = pytest.mark.slow
 

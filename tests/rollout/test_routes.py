@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 from vime.models.routing import Routing, join_routes
-from vime.rollout.client import BadResponse, Completion, RolloutClient, Sampling, read_completions
+from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
+from vime.rollout.patient import BadResponse
 from vime.rollout.routes import BadRoutes, Routes, decode_routes, routes_of_turns
 
 PROMPT = [1, 2, 3]

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.errors import WaitTimeout
 from vime.models.routing import Routing
 from vime.rollout.auth import ENGINE_HEADER
+from vime.rollout.patient import BadResponse, PatientClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
 from vime.rollout.server import SERVED_NAME
 from vime.rollout.version_ranges import VERSIONS
-
-SERVED_SECONDS = 10.0
-"""An attempt that lasted longer than this was being served when it broke off."""
-MOST_SERVED = 3
-"""Attempts at one request that may break off so."""
-PAUSES = (0.2, 0.5, 1.0, 2.0)
-"""Seconds between attempts at a server that does not answer; the last one repeats."""
-
-
-class BadResponse(Exception):
-    """The engine answered something that cannot be trained on; another try may go better."""
-
-
-class RequestRefused(Exception):
-    """The engine understood the request and refuses it: asking again would not help."""
-
-
-class _Unavailable(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -67,7 +43,7 @@ class Completion:
     """The experts that the prompt's and the response's tokens used, where they are asked for."""
 
 
-class RolloutClient:
+class RolloutClient(PatientClient):
     """Asks the router at `url`. Use as an async context manager.
 
     A server that does not answer (it may be restarting) is asked again for at most `patience` seconds.
@@ -78,24 +54,8 @@ class RolloutClient:
         self, url: str, token: str, request_timeout: float, patience: float, routing: Routing | None = None
     ) -> None:
         self._url = url + "/v1/completions"
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout, connect=30)
-        self._patience = patience
+        super().__init__({"Authorization": f"Bearer {token}"}, request_timeout, patience)
         self._routing = routing
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> RolloutClient:
-        # The caller bounds what is in flight; aiohttp's own limit of 100 connections would bound it a second time.
-        self._session = aiohttp.ClientSession(
-            headers=self._headers, timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False
-        )
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._session is not None
-        await self._session.close()
 
     async def complete(
         self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int | None
@@ -119,51 +79,12 @@ class RolloutClient:
             body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
         if seed is not None:
             body["seed"] = seed
-        engine, answer = await self._post(body)
+        headers, answer = await self.ask(self._url, body)
         try:
             return read_completions(answer, prompt, samples, self._routing)
         except BadRoutes as error:
+            engine = headers.get(ENGINE_HEADER, "an unknown address")
             raise BadRoutes(f"the engine at {engine} cannot be replayed: {error}") from error
-
-    async def _post(self, body: dict[str, Any]) -> tuple[str, Any]:
-        """The engine that answered and its answer."""
-        attempt = served = 0
-        down_since = time.monotonic()
-        while True:
-            begun = time.monotonic()
-            try:
-                return await self._post_once(body)
-            except _Unavailable as error:
-                now = time.monotonic()
-                if now - begun > SERVED_SECONDS:
-                    # Until now an engine was at work on it: patience begins when the engines stop answering.
-                    served, down_since = served + 1, now
-                pause = PAUSES[min(attempt, len(PAUSES) - 1)]
-                if now - down_since + pause > self._patience or served >= MOST_SERVED:
-                    waited = f"waited {now - down_since:.0f} s and {attempt + 1} attempts"
-                    raise WaitTimeout(f"{waited} for an answer of {self._url}: {error}") from error
-                attempt += 1
-                await asyncio.sleep(pause)
-
-    async def _post_once(self, body: dict[str, Any]) -> tuple[str, Any]:
-        assert self._session is not None
-        try:
-            async with self._session.post(self._url, json=body) as response:
-                content = await response.read()
-                status = response.status
-                engine = response.headers.get(ENGINE_HEADER, "an unknown address")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _Unavailable(f"{type(error).__name__}: {error}") from error
-        if status == 200:
-            try:
-                return engine, json.loads(content)
-            except ValueError as error:
-                raise BadResponse(f"the answer is not JSON: {error}") from error
-        text = content[:300].decode(errors="replace")
-        # 408, 429 and 5xx say "not now": a full queue, an engine that restarts or waits for weights.
-        if status in (408, 429) or status >= 500:
-            raise _Unavailable(f"status {status}: {text}")
-        raise RequestRefused(f"{self._url} answered {status}: {text}")
 
 
 def read_completions(answer: Any, prompt: list[int], samples: int, routing: Routing | None = None) -> list[Completion]:

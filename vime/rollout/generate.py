@@ -15,9 +15,10 @@ from vime.buffer.sample import Group, Sample
 from vime.config import Rollout
 from vime.errors import UserError
 from vime.import_path import load_function
-from vime.rollout.client import BadResponse, Completion, RolloutClient, Sampling
+from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
 from vime.rollout.feed import Prompt
+from vime.rollout.patient import BadResponse
 from vime.rollout.rewards import Answered, Scorer, Unscored
 from vime.rollout.turns import Turns
 from vime.rollout.user_calls import CallFailed, UserCalls, is_async

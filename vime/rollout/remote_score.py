@@ -8,8 +8,7 @@ from typing import Any
 
 import aiohttp
 
-PAUSES = (0.2, 0.5, 1.0, 2.0)
-"""Seconds between tries; the last one repeats."""
+from vime.rollout.patient import PAUSES
 
 
 class RemoteScorer:
