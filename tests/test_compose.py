@@ -197,11 +197,38 @@ def test_a_model_folder_must_be_there_and_say_its_sizes(tmp_path: Path) -> None:
         (["rollout.samples_per_prompt=1", "algorithm.advantage=rloo"], "rloo compares responses of one prompt"),
         (["algorithm.minibatches=3"], "a step's 256 samples do not divide over 3 minibatches x 2 data-parallel ranks"),
         (["algorithm.teacher=nowhere"], "algorithm.teacher: there is no folder"),
+        (["algorithm.teacher=http://u:p@host:1"], "must be http://host:port, without user, password or query"),
+        (["algorithm.teacher=https:///v1"], "algorithm.teacher=https:///v1 must be http://host:port"),
+        (["algorithm.teacher=http:host"], "algorithm.teacher=http:host must be http://host:port"),
+        (["algorithm.teacher=http://host:port"], "algorithm.teacher=http://host:port is no address: Port could not"),
+        (
+            ["algorithm.teacher=http://host:1", "rollout.temperature=0.6"],
+            "set rollout.temperature=1, or give the teache",
+        ),
         (["algorithm.kl_coefficient=1", "algorithm.reference=nowhere"], "algorithm.reference: there is no folder"),
     ],
 )
 def test_an_update_rule_that_contradicts_itself_is_refused(overrides: list[str], words: str) -> None:
     assert words in refused(*overrides)
+
+
+@pytest.mark.parametrize("teacher", ["http://host:8000", "nowhere"])
+def test_sft_has_nothing_that_a_teacher_could_judge(teacher: str) -> None:
+    with pytest.raises(UserError, match=r"algorithm\.teacher judges what engines sample, and sft has no engines"):
+        compose("local", "tiny_sft", [f"algorithm.teacher={teacher}"])
+
+
+def test_a_teacher_is_a_server_or_a_folder(tmp_path: Path) -> None:
+    served = tiny("algorithm.teacher=https://host:8000/v1")
+    assert served.algorithm.teacher == served.algorithm.teacher_url == "https://host:8000/v1"
+    assert served.algorithm.folders == {}
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_resolved(served))
+    assert load_resolved(file) == served
+    folder = tiny(f"algorithm.teacher={tmp_path}").algorithm
+    assert (folder.teacher, folder.teacher_url, folder.folders) == (tmp_path, None, {"algorithm.teacher": tmp_path})
+    file.write_text(dump_resolved(tiny(f"algorithm.teacher={tmp_path}")))
+    assert load_resolved(file).algorithm == folder
 
 
 def test_an_update_rule_without_a_group_takes_one_response_a_prompt() -> None:

@@ -38,6 +38,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_who_the_teacher_is(tmp_path: Path) -> None:
+    done = run(tmp_path, *TINY, "algorithm.teacher=http://host:8000", "--dry-run")
+    assert "\nteacher    the server at http://host:8000, asked by the generator\n" in done.stdout
+    done = run(tmp_path, *TINY, f"algorithm.teacher={tmp_path}", "--dry-run")
+    assert f"\nteacher    {tmp_path}, loaded by the trainer ranks\n" in done.stdout
+
+
 def test_a_dry_run_as_data_is_what_a_run_would_use(tmp_path: Path) -> None:
     done = run(tmp_path, *TINY, "training.learning_rate=1e-6", "--dry-run", "--json")
     data = json.loads(done.stdout)

@@ -7,10 +7,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vime.section import ImportPath, Section
+from vime.section import ImportPath, Section, UrlOrPath
 
 Advantage = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 Loss = Literal["clip", "gspo", "cispo"]
+TEACHER_KEY = "VIME_TEACHER_API_KEY"
+"""Environment variable with the API key of a teacher that is a server. It is in no file and on no command line."""
 
 
 class Critic(Section):
@@ -66,8 +68,10 @@ class Algorithm(Section):
     """The reference policy: the initial one, or a Hugging Face folder of the same vocabulary."""
     reference_refresh: int = Field(0, ge=0)
     """Replace the reference policy by the current one every so many steps. 0: never."""
-    teacher: Path | None = None
-    """On-policy distillation: a Hugging Face folder of the same vocabulary whose logprobs reward each token."""
+    teacher: UrlOrPath | None = None
+    """On-policy distillation: a model of the same vocabulary whose logprobs reward each token. A Hugging Face folder,
+    which the trainer ranks load; or http://host:port of a vLLM server, which the generator asks (rollout.temperature=1
+    only). If that server wants an API key, the environment's VIME_TEACHER_API_KEY has it."""
     teacher_coefficient: float = Field(1.0, gt=0)
     """Weight of the teacher's log-ratio, log p_teacher - log p, in a token's advantage."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -114,9 +118,14 @@ class Algorithm(Section):
         return self.name != "sft" and self.kl_coefficient > 0
 
     @property
+    def teacher_url(self) -> str | None:
+        """The teacher, if it is a server."""
+        return self.teacher if isinstance(self.teacher, str) else None
+
+    @property
     def folders(self) -> dict[str, Path]:
         """Hugging Face folders besides the policy's, by the key that names them."""
-        named = {"teacher": self.teacher}
+        named = {"teacher": self.teacher if isinstance(self.teacher, Path) else None}
         if self.needs_reference and self.reference != "initial":
             named["reference"] = Path(self.reference)
         if self.name == "ppo":
@@ -151,6 +160,8 @@ class Algorithm(Section):
             )
         if self.kl_unbiased and self.kl_in == "reward":
             raise ValueError("algorithm.kl_unbiased is for algorithm.kl_in=loss: a reward has no gradient")
+        if self.teacher is not None and self.name == "sft":
+            raise ValueError("algorithm.teacher judges what engines sample, and sft has no engines: set it to null")
         if self.reference_refresh and not self.needs_reference:
             raise ValueError("algorithm.reference_refresh needs a reference: algorithm.kl_coefficient above 0")
         if self.importance_sampling != "off" and self.old_logprobs == "rollout":

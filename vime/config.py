@@ -332,6 +332,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.top_p={self.rollout.top_p} biases the policy gradient: only 1 is supported for training"
             )
+        if self.algorithm.teacher_url is not None and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={self.rollout.temperature:g} with algorithm.teacher={self.algorithm.teacher_url}:"
+                " a server's logprobs of given tokens are those of temperature 1; set rollout.temperature=1, or give"
+                " the teacher's Hugging Face folder"
+            )
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if samples < self.training.data_parallel:
             raise ValueError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 def _import_path(value: Any) -> Any:
@@ -14,7 +16,22 @@ def _import_path(value: Any) -> Any:
     return value
 
 
+def _url_or_path(value: str | Path) -> str | Path:
+    if isinstance(value, Path) or not re.match(r"https?:", value):
+        return Path(value)
+    try:
+        parts = urlsplit(value)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"is no address: {error}") from error
+    if not host or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("must be http://host:port, without user, password or query")
+    return value
+
+
 ImportPath = Annotated[str, BeforeValidator(_import_path)]
+UrlOrPath = Annotated[str | Path, AfterValidator(_url_or_path)]
+"""A str that begins with http:// or https://, or a Path."""
 
 
 class Section(BaseModel):

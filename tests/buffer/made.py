@@ -24,7 +24,12 @@ def connect(port: int, attempt: int = 1, timeout: float = 30.0) -> Control:
 
 
 def make_sample(
-    rng: np.random.Generator, prompt: int, response: int, experts: int | None = None, **changes: Any
+    rng: np.random.Generator,
+    prompt: int,
+    response: int,
+    experts: int | None = None,
+    teacher: bool = False,
+    **changes: Any,
 ) -> Sample:
     total = prompt + response
     starts = np.flatnonzero(rng.random(response) < 0.2)
@@ -47,28 +52,35 @@ def make_sample(
         "first_route": first_route,
         "metadata": {"question": "é 😀", "n": [1, None, 2.5]},
     }
+    if teacher:
+        parts["teacher_logprobs"] = rng.normal(size=response).astype(np.float32)
     return Sample(**(parts | changes))
 
 
-def make_group(index: int, size: int = 2, experts: int | None = None) -> Group:
+def make_group(index: int, size: int = 2, experts: int | None = None, teacher: bool = False) -> Group:
     """The same group for the same index, in any process."""
     rng = np.random.default_rng(index)
     sizes = rng.integers(0, 40, (size, 2))
-    return Group(f"prompt-{index}", index, tuple(make_sample(rng, int(p), int(r), experts) for p, r in sizes))
+    samples = [make_sample(rng, int(p), int(r), experts, teacher) for p, r in sizes]
+    return Group(f"prompt-{index}", index, tuple(samples))
 
 
 @st.composite
 def group_lists(draw: st.DrawFn) -> tuple[list[Group], int | None]:
-    """Any mixture of lengths, empty prompts and responses, missing routes; with the expert count, or None without."""
+    """Any mixture of lengths, empty prompts and responses, missing routes, with or without a teacher; and the expert
+    count, or None without experts."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     experts = draw(st.sampled_from([None, 1, 8, 127, 128, 255, 256, 257, 511, 65536, 65537]))
+    teacher = draw(st.booleans())
     length = st.one_of(st.integers(0, 3), st.integers(0, 200))
     sizes = draw(
         st.lists(st.lists(st.tuples(length, length, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=4)
     )
     groups = [
         Group(
-            f"u{index}", index, tuple(make_sample(rng, p, r, experts if routed else None) for p, r, routed in samples)
+            f"u{index}",
+            index,
+            tuple(make_sample(rng, p, r, experts if routed else None, teacher) for p, r, routed in samples),
         )
         for index, samples in enumerate(sizes)
     ]
@@ -76,8 +88,11 @@ def group_lists(draw: st.DrawFn) -> tuple[list[Group], int | None]:
 
 
 def assert_same(seen: Sample, wanted: Sample) -> None:
-    for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions"):
+    assert (seen.teacher_logprobs is None) == (wanted.teacher_logprobs is None)
+    for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "teacher_logprobs"):
         one, other = getattr(seen, name), getattr(wanted, name)
+        if one is None:
+            continue
         assert one.dtype == other.dtype, name
         assert one.tobytes() == other.tobytes(), name
     assert (seen.routed_experts is None) == (wanted.routed_experts is None)

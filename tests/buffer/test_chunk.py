@@ -124,6 +124,16 @@ def test_routes_need_an_expert_count_and_one_shape(tmp_path: Path) -> None:
         write_chunk(tmp_path, "c", [])
 
 
+def test_a_teacher_judges_all_samples_of_a_chunk_or_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    without, judged = make_sample(rng, 2, 2), make_sample(rng, 2, 3, teacher=True)
+    with pytest.raises(ValueError, match="1 of the 2 samples of a chunk have a teacher's logprobs"):
+        write_chunk(tmp_path, "c", [Group("g", 0, (without, judged))])
+    write_chunk(tmp_path, "without", [Group("g", 0, (without,))])
+    with safe_open(tmp_path / "without", framework="np") as file:
+        assert "teacher_logprobs" not in list(file.keys()), "what is absent takes no byte"
+
+
 def test_the_routes_of_some_layers_are_read_alone(tmp_path: Path) -> None:
     samples = flat([make_group(index, 3, experts=300) for index in range(2)])
     write_chunk(tmp_path, "c", [Group("g", 0, tuple(samples))], 300)
@@ -150,9 +160,9 @@ def test_damage_in_a_layer_is_seen_by_those_who_read_it(tmp_path: Path) -> None:
     assert (chunk.sample(0, [0, 2]).routed_experts == routes[[0, 2]]).all()
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> tuple[Path, list[Sample]]:
-    groups = [make_group(index, 2, experts=300) for index in range(3)]
+@pytest.fixture(params=[False, True], ids=["plain", "judged"])
+def whole(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, list[Sample]]:
+    groups = [make_group(index, 2, experts=300, teacher=request.param) for index in range(3)]
     write_chunk(tmp_path, "c.safetensors", groups, 300)
     return tmp_path / "c.safetensors", flat(groups)
 

@@ -21,6 +21,8 @@ RNG = np.random.default_rng(0)
         ({"loss_mask": np.zeros(3, np.uint8)}, r"loss_mask is uint8\[3\], expected uint8\[4\]"),
         ({"loss_mask": np.full(4, 2, np.uint8)}, "other than 0 and 1"),
         ({"rollout_logprobs": np.zeros(4)}, "rollout_logprobs is float64"),
+        ({"teacher_logprobs": np.zeros(3, np.float32)}, r"teacher_logprobs is float32\[3\], expected float32\[4\]"),
+        ({"teacher_logprobs": np.zeros(4)}, "teacher_logprobs is float64"),
         ({"versions": np.empty((0, 2), np.int32)}, "0 version ranges for 4"),
         ({"versions": np.array([[1, 0]], np.int32)}, "start at"),
         ({"versions": np.array([[0, 0], [4, 1]], np.int32)}, "start at"),

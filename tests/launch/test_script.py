@@ -10,6 +10,7 @@ import pytest
 from tests.golden import CASES, FOLDER, golden, submission
 from vime.compose import compose
 from vime.errors import UserError
+from vime.launch.environment import without_job
 from vime.launch.script import sbatch_text
 from vime.plan import make_plan
 
@@ -72,6 +73,17 @@ def test_a_heterogeneous_job_repeats_what_slurm_resets_and_only_that(cluster: Pa
     assert ("network", "ib") in options(trainer)
     assert "network" not in dict(options(rollout))
     assert (dict(options(trainer))["nodes"], dict(options(rollout))["nodes"]) == ("2", "1")
+
+
+def test_the_key_of_a_served_teacher_reaches_the_job_without_being_written_down(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIME_TEACHER_API_KEY", "the-key")
+    script = text(cluster, "algorithm.teacher=http://teacher:8000")
+    assert (dict(options(script))["export"] or "").endswith(",VIME_TEACHER_API_KEY")
+    assert "the-key" not in script
+    assert without_job({"VIME_TEACHER_API_KEY": "the-key", "VIME_ROLE": "x"}) == {"VIME_TEACHER_API_KEY": "the-key"}
+    assert "VIME_TEACHER_API_KEY" not in text(cluster)
 
 
 def test_what_submitit_writes_wrongly_is_written_right(cluster: Path) -> None:

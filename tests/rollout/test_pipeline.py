@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from vime.buffer.sample import Group
 from vime.config import Buffer, Cluster, Config, Data, Model, Rollout, TinyModel, Training
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.client import BadResponse, Completion, Sampling
+from vime.rollout.client import Completion, Sampling
 from vime.rollout.feed import PromptFeed
 from vime.rollout.filters import Filters
 from vime.rollout.generate import Generation, load_generate, request_seed
 from vime.rollout.limits import Limits
+from vime.rollout.patient import BadResponse
 from vime.rollout.pipeline import Pipeline, TooManyLost
 from vime.rollout.problem import Problem
 from vime.rollout.rewards import Scorer
 from vime.rollout.served import Served
 from vime.rollout.step import StepStatistics
+from vime.rollout.teacher import Teacher
 from vime.rollout.turns import Turns
 from vime.rollout.user_calls import UserCalls
 
@@ -102,6 +104,7 @@ class Run:
         version: int = 0,
         cursor: dict[str, int] | None = None,
         problems: int = 50,
+        teacher: Teacher | None = None,
         **rollout: Any,
     ) -> None:
         data = Data.model_validate({"source": "jsonl", "path": "x", "reward": f"{HERE}:{reward}"})
@@ -138,7 +141,8 @@ class Run:
         )
         made_problems = tuple(Problem(f"q{i}", "", {"number": i}) for i in range(problems))
         feed = PromptFeed(made_problems, 0, False, lambda p: [int(str(p.prompt)[1:])], LIMITS, cursor)
-        self.pipeline = Pipeline(self.config, generation, feed, Filters(rollout_config, calls), self.served, written)
+        filters = Filters(rollout_config, calls)
+        self.pipeline = Pipeline(self.config, generation, feed, filters, self.served, written, teacher)
 
     async def batch(self) -> tuple[StepStatistics, list[Group], dict[str, int]]:
         self.step += 1

@@ -32,12 +32,15 @@ _RAGGED = {
     "route_offsets": "routed_experts",
     "json_offsets": "json",
 }
-"""Offsets [N + 1] of N samples, and the flat tensor they divide. `rollout_logprobs` is divided like `loss_mask`."""
+"""Offsets [N + 1] of N samples, and the flat tensor they divide. The logprobs are divided like `loss_mask`."""
+_TEACHER = "teacher_logprobs"
+"""The one tensor that a chunk may be without."""
 _SHAPES: dict[str, tuple[str, tuple[int | None, ...]]] = {
     **dict.fromkeys(_RAGGED, ("<i8", ())),
     "route_sums": ("<u8", (None,)),
     "token_ids": ("<i4", ()),
     "rollout_logprobs": ("<f4", ()),
+    _TEACHER: ("<f4", ()),
     "versions": ("<i4", (2,)),
     "rewards": ("<f4", ()),
     "checksums": ("<u4", ()),
@@ -90,12 +93,16 @@ def write_chunk(folder: Path, name: str, groups: Sequence[Group], experts: int |
 def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[bytes | memoryview]:
     """The content of a chunk of `groups`, in pieces. `experts`: the model's expert count, needed when there are routes.
 
-    Raises ValueError when there is no group, expert ids are out of range or routes differ in (layers, top-k).
+    Raises ValueError when there is no group, expert ids are out of range, routes differ in (layers, top-k) or only some
+    samples have a teacher's logprobs.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         raise ValueError("a chunk without groups has no samples")
     routes = _routes(samples, experts)
+    teacher = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
+    if len(teacher) not in (0, len(samples)):
+        raise ValueError(f"{len(teacher)} of the {len(samples)} samples of a chunk have a teacher's logprobs")
     texts = [_json(_facts(sample)) for sample in samples]
     rewards = np.array([s.reward for s in samples], "<f4")
     has_routes = np.array([s.routed_experts is not None for s in samples], "u1")
@@ -107,7 +114,7 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
         ]
     )
     checksums = [
-        _checksum(s.token_ids, s.loss_mask, s.rollout_logprobs, s.versions, reward, routed, text)
+        _checksum(s.token_ids, s.loss_mask, s.rollout_logprobs, s.versions, reward, routed, text, s.teacher_logprobs)
         for s, reward, routed, text in zip(samples, rewards, has_routes, texts, strict=True)
     ]
     parts: dict[str, list[Array]] = {
@@ -123,6 +130,8 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
         "route_sums": [np.array([[_word_sum(layer) for layer in ids] for ids in routes], "<u8")],
         "groups": [np.frombuffer(ranges, "u1")],
     }
+    if teacher:
+        parts[_TEACHER] = teacher
     for offsets, flat in _RAGGED.items():
         parts[offsets] = [np.array(list(accumulate(map(len, parts[flat]), initial=0)), "<i8")]
     tensors = {
@@ -177,10 +186,11 @@ class Chunk:
             token_ids, versions = self._part("token_offsets", index), self._part("version_offsets", index)
             loss_mask = self._part("response_offsets", index)
             logprobs = self._part("response_offsets", index, "rollout_logprobs")
+            teacher = self._part("response_offsets", index, _TEACHER) if _TEACHER in self.tensors else None
             text = self._part("json_offsets", index).tobytes()
             reward = self.tensors["rewards"][index : index + 1]
             has_routes = self.tensors["has_routes"][index : index + 1]
-            checksum = _checksum(token_ids, loss_mask, logprobs, versions, reward, has_routes, text)
+            checksum = _checksum(token_ids, loss_mask, logprobs, versions, reward, has_routes, text, teacher)
             routes = self._routes(index, layers) if has_routes[0] else None
             if checksum != self.tensors["checksums"][index]:
                 raise ValueError(_DAMAGED)
@@ -194,6 +204,7 @@ class Chunk:
                 reward=float(reward[0]),
                 finish_reason=facts["finish_reason"],
                 routed_experts=routes,
+                teacher_logprobs=teacher,
                 first_route=facts.get("first_route", 0),
                 metadata=facts["metadata"],
             )
@@ -245,10 +256,10 @@ def _routes(samples: Sequence[Sample], experts: int | None) -> list[Array]:
 
 
 def _check_tensors(tensors: dict[str, Array], experts: int) -> None:
-    if tensors.keys() != _SHAPES.keys():
+    if tensors.keys() | {_TEACHER} != _SHAPES.keys():
         raise ValueError(f"its tensors are {sorted(tensors)}")
-    for name, (dtype, row) in _SHAPES.items():
-        tensor = tensors[name]
+    for name, tensor in tensors.items():
+        dtype, row = _SHAPES[name]
         fits = len(tensor.shape) == len(row) + 1
         fits = fits and all(want in (None, seen) for seen, want in zip(tensor.shape[1:], row, strict=True))
         if not fits or tensor.dtype != (dtype or route_dtype(experts or 1)):
@@ -261,13 +272,16 @@ def _check_tensors(tensors: dict[str, Array], experts: int) -> None:
         rises = len(offsets) == count + 1 and not np.any(offsets[1:] < offsets[:-1])
         if not rises or offsets[0] != 0 or offsets[-1] != len(tensors[flat]):
             raise ValueError(f"{name} do not divide {flat}")
-    if len(tensors["rollout_logprobs"]) != len(tensors["loss_mask"]):
-        raise ValueError("rollout_logprobs and loss_mask differ in length")
+    for name in ("rollout_logprobs", _TEACHER):
+        if name in tensors and len(tensors[name]) != len(tensors["loss_mask"]):
+            raise ValueError(f"{name} and loss_mask differ in length")
 
 
-def _checksum(*parts: Array | bytes) -> int:
+def _checksum(*parts: Array | bytes | None) -> int:
     value = 0
     for part in parts:
+        if part is None:
+            continue
         value = zlib.crc32(part if isinstance(part, bytes) else raw_bytes(part).data, value)
     return value
 

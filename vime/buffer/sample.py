@@ -34,6 +34,8 @@ class Sample:
     routed_experts: NDArray[np.integer[Any]] | None = None
     """[layers, max(T-1, 0), top-k] expert ids that the engine chose in each layer with experts, at each position that
     predicts a token; None without routes. Layers come first, so that a pipeline stage reads its own and no others."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[R] natural log-probability that a teacher gives each token. Any value where the mask is 0. None without one."""
     first_route: int = 0
     """Position from which `routed_experts` holds what the engine chose; before it the values mean nothing."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -48,9 +50,10 @@ class Sample:
             ("loss_mask", np.uint8, (response,)),
             ("rollout_logprobs", np.float32, (response,)),
             ("versions", np.int32, (len(self.versions), 2)),
+            ("teacher_logprobs", np.float32, (response,)),
         ):
             value = getattr(self, name)
-            if value.dtype != dtype or value.shape != shape:
+            if value is not None and (value.dtype != dtype or value.shape != shape):
                 raise ValueError(f"{name} is {value.dtype}{list(value.shape)}, expected {np.dtype(dtype)}{list(shape)}")
         if response and self.loss_mask.max() > 1:
             raise ValueError("loss_mask has values other than 0 and 1")

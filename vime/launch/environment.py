@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vime.algorithm import TEACHER_KEY
+
 INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "SUBMITIT_", "VIME_", "TORCHELASTIC_")
 """Prefixes of variables that describe another job. They break a nested sbatch or srun, and mislead a role."""
 RENDEZVOUS = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
 """What torchrun sets for its children."""
-SETTINGS = frozenset({"VIME_CACHE", "VIME_VENV", "SLURM_CONF"})
+SETTINGS = frozenset({"VIME_CACHE", "VIME_VENV", "SLURM_CONF", TEACHER_KEY})
 """A person's or a site's own settings among those."""
 SRUN_NEEDS = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_HET_SIZE", "SLURM_WORKING_CLUSTER")
 """What srun must know of the job that it runs in. It takes most other variables of the job for its own options."""

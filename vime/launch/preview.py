@@ -167,12 +167,17 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         if getattr(training, name) > 1:
             joint = " x " if name == "context_parallel" else ", "
             split += f"{joint}{name.replace('_', ' ')} {getattr(training, name)}"
+    algorithm = config.algorithm
+    teacher = [f"teacher    {algorithm.teacher}, loaded by the trainer ranks"] if algorithm.teacher is not None else []
+    if algorithm.teacher_url is not None:
+        teacher = [f"teacher    the server at {algorithm.teacher_url}, asked by the generator"]
     if config.model.warmup is not None:
         model += f", warmed up by {config.model.warmup}"
     return [
         f"model      {model}",
-        f"algorithm  {config.algorithm.name}, {training.steps} steps of"
+        f"algorithm  {algorithm.name}, {training.steps} steps of"
         f" {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {plan.samples_per_step} samples",
+        *teacher,
         f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel {split},"
         f" {training.dtype}",
         *([f"request    {_request(plan, plan.time_limit)}"] if plan.time_limit is not None else []),

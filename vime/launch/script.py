@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vime.algorithm import TEACHER_KEY
 from vime.cluster import Cluster, SlurmComponent
 from vime.compose import ROOT
 from vime.config import Config
@@ -70,7 +71,8 @@ def _job_options(config: Config, plan: Plan, run_dir: Path, dependency: str | No
     # A requeued job goes on writing where its first attempt stopped.
     yield "open-mode", "append"
     # Nothing else of the submitting shell: a job must not depend on where it was submitted from.
-    yield "export", ",".join(slurm.export) or "NIL"
+    key = [TEACHER_KEY] if config.algorithm.teacher_url is not None else []
+    yield "export", ",".join(dict.fromkeys([*slurm.export, *key])) or "NIL"
     for option in slurm.extra:
         yield option, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,6 +17,7 @@ from vime.buffer.writer import BufferWriter
 from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError
+from vime.models.family import architecture
 from vime.models.routing import replayed_routing
 from vime.report.jsonl import read_lines
 from vime.role import Role, die_with_parent
@@ -30,6 +32,7 @@ from vime.rollout.pipeline import Pipeline, TooManyLost
 from vime.rollout.rewards import Scorer
 from vime.rollout.served import Served
 from vime.rollout.sources import load_problems
+from vime.rollout.teacher import Teacher
 from vime.rollout.turns import Turns
 from vime.rollout.user_calls import UserCalls
 from vime.run_dir import RunDir
@@ -79,8 +82,15 @@ class Generator:
 
     async def run(self) -> None:
         """From the first step that the trainers need to the evaluation of the last version."""
-        config = self.config
         self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
+        async with self._teacher() as teacher:
+            if teacher is not None:
+                await teacher.check(architecture(self.role.model).vocabulary, self.limits.context)
+            await self._start(teacher)
+        self.report("stopped")
+
+    async def _start(self, teacher: Teacher | None) -> None:
+        config = self.config
         control = Control.connect(self.role, config.cluster.startup_timeout)
         startup = config.cluster.startup_timeout
         start = await asyncio.to_thread(read_start, control, startup)
@@ -88,15 +98,14 @@ class Generator:
         following = asyncio.create_task(self.served.follow(control.clone(), config.training.steps))
         async with RolloutClient(url, self.role.token, config.rollout.request_timeout, startup, self.routing) as client:
             try:
-                await self._run(client, control, start)
+                await self._run(client, control, start, teacher)
             finally:
                 following.cancel()
                 self.calls.close()
                 for scorer in (self.scorer, *self.scorers):
                     await scorer.close()
-        self.report("stopped")
 
-    async def _run(self, client: RolloutClient, control: Control, start: Start) -> None:
+    async def _run(self, client: RolloutClient, control: Control, start: Start, teacher: Teacher | None) -> None:
         config = self.config
         experts = self.routing.experts if self.routing is not None else None
         writer = BufferWriter(self.run_dir, control, config.buffer, experts)
@@ -106,7 +115,7 @@ class Generator:
         self.evaluated = evaluated_versions(read_lines(self.run_dir.events), known) | set(range(resumed.step - 1))
         feed = self._feed(resumed.cursor if resumed.cursor is not None else start.cursor)
         generation = self._generation(client)
-        pipeline = Pipeline(config, generation, feed, self.filters, self.served, resumed.groups)
+        pipeline = Pipeline(config, generation, feed, self.filters, self.served, resumed.groups, teacher)
         self.report("ready", step=resumed.step, resumed_groups=len(resumed.groups))
         try:
             for step in range(resumed.step, config.training.steps + 1):
@@ -124,6 +133,12 @@ class Generator:
         # The last batch is trained when the version that it makes is served.
         await self.served.reach(config.training.steps, config.buffer.wait_timeout)
         await self._evaluate(generation, config.training.steps)
+
+    def _teacher(self) -> contextlib.AbstractAsyncContextManager[Teacher | None]:
+        url, rollout = self.config.algorithm.teacher_url, self.config.rollout
+        if url is None:
+            return contextlib.nullcontext()
+        return Teacher(url, rollout.request_timeout, self.config.cluster.startup_timeout, rollout.concurrency)
 
     def _feed(self, cursor: dict[str, Any]) -> PromptFeed:
         config = self.config

@@ -22,6 +22,7 @@ from vime.rollout.filters import Filters
 from vime.rollout.generate import Generation, Tally
 from vime.rollout.served import Served
 from vime.rollout.step import StepStatistics
+from vime.rollout.teacher import Teacher
 
 Keep = Callable[[Group], Awaitable[None]]
 
@@ -62,8 +63,11 @@ class Pipeline:
         filters: Filters,
         served: Served,
         written: frozenset[int] = frozenset(),
+        teacher: Teacher | None = None,
     ) -> None:
-        """`written`: stream positions whose group an earlier attempt has put into the first batch. They count, and are
+        """teacher: what judges the groups that a batch may have.
+
+        `written`: stream positions whose group an earlier attempt has put into the first batch. They count, and are
         not made again; prompts between them were lost or filtered out then."""
         self._config = config
         self._generation = generation
@@ -71,6 +75,7 @@ class Pipeline:
         self._filters = filters
         self._served = served
         self._written = written
+        self._teacher = teacher
         self._running: deque[_Started] = deque()
         self._returned: deque[tuple[Prompt, dict[str, int]]] = deque()
         self._busy = 0
@@ -164,6 +169,8 @@ class Pipeline:
     async def _make(self, prompt: Prompt) -> _Made:
         group, tally = await self._generation.group(prompt)
         rejected = None if group is None else await self._filters.rejected(group, prompt.problem)
+        if self._teacher is not None and group is not None and rejected is None:
+            group = await self._teacher.judge(group)
         return _Made(group, tally, rejected, prompt.problem)
 
     def _ended(self, task: asyncio.Task[_Made]) -> None:

@@ -32,7 +32,8 @@ PerPack = Sequence[Tensor | None]
 class Scores:
     """What passes before the update gave, for each microbatch; () for a pass that nothing needs.
 
-    before: logprobs of the policy. reference, teacher: of those models. values: of the critic.
+    before: logprobs of the policy. reference, teacher: of those models (a served teacher's came with the samples, on
+    every stage). values: of the critic.
     """
 
     before: PerPack = ()

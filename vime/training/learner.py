@@ -56,7 +56,7 @@ class Learner:
             origin = folder if algorithm.reference == "initial" else Path(algorithm.reference)
             self.reference = Frozen(origin, config, words, "algorithm.reference")
         self.teacher: Frozen | None = None
-        if algorithm.teacher is not None:
+        if isinstance(algorithm.teacher, Path):
             self.teacher = Frozen(algorithm.teacher, config, words, "algorithm.teacher")
         self.critic = Critic(folder, config) if algorithm.name == "ppo" else None
 
@@ -95,7 +95,7 @@ class Learner:
         mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(len(Sum))
         total = (sum_over_ranks(mine) / len(updates)).tolist()
         names = METRICS if algorithm.name == "sft" else METRICS | ROLLOUT_METRICS
-        if self.teacher is not None:
+        if algorithm.teacher is not None:
             names = names | {"train/opd_reverse_kl": Sum.TEACHER_KL}
         metrics |= {name: total[place] for name, place in names.items()}
         if algorithm.name != "sft" and total[Sum.FRESH] > 0:
@@ -109,9 +109,19 @@ class Learner:
         return Scores(
             before=[output[0] if output is not None else None for output in before],
             reference=self.reference.logprobs(packs) if self.reference is not None else (),
-            teacher=self.teacher.logprobs(packs) if self.teacher is not None else (),
+            teacher=self._teacher_logprobs(packs),
             values=self.critic.values(packs) if self.critic is not None and not self.critic.once else (),
         )
+
+    def _teacher_logprobs(self, packs: Sequence[Pack]) -> Sequence[Tensor | None]:
+        if self.teacher is not None:
+            return self.teacher.logprobs(packs)
+        url = self.config.algorithm.teacher_url
+        if url is None:
+            return ()
+        if any(pack.teacher_logprobs is None for pack in packs):
+            raise RuntimeError(f"samples of the batch have no logprobs of algorithm.teacher={url}")
+        return [pack.teacher_logprobs for pack in packs]
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""

@@ -60,6 +60,7 @@ class Pack:
     columns: int64 [local labelled tokens], place among the labelled tokens of the whole pack; None when all are local.
     sample: int64 [labelled tokens], index into the samples given to `pack` of each labelled token, in order.
     rollout_logprobs: float32 [labelled tokens], the engine's.
+    teacher_logprobs: float32 [labelled tokens], a teacher's, where all samples bring them; else None.
     tokens, size: of the whole pack, before and after padding.
     starts: first row in the whole pack of each sample.
     routes: int [layers of this rank, local tokens, top-k] in the host's memory, experts to replay
@@ -77,6 +78,7 @@ class Pack:
     tokens: int
     size: int
     starts: tuple[int, ...]
+    teacher_logprobs: Tensor | None = None
     routes: Tensor | None = None
 
 
@@ -101,7 +103,7 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
     token_ids = np.zeros(total, dtype=np.int64)
     position_ids = np.zeros_like(token_ids)
     labels = np.full_like(token_ids, IGNORE)
-    owners, logprobs = [], []
+    owners, logprobs, teacher = [], [], []
     for i, sample in enumerate(samples):
         start, end = int(bounds[i]), int(bounds[i]) + lengths[i]
         token_ids[start:end] = sample.token_ids
@@ -113,6 +115,8 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
         labels[start + sample.prompt_length + kept - 1] = sample.token_ids[sample.prompt_length + kept]
         owners.append(np.full(len(kept), i, dtype=np.int64))
         logprobs.append(np.asarray(sample.rollout_logprobs, dtype=np.float32)[kept])
+        if sample.teacher_logprobs is not None:
+            teacher.append(np.asarray(sample.teacher_logprobs, dtype=np.float32)[kept])
     rows = columns = None
     if place.context_size > 1:
         rows = _context_rows(bounds, place)
@@ -126,6 +130,9 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
     def on_device(array: np.ndarray | None) -> Tensor | None:
         return None if array is None else torch.from_numpy(array).to(device)
 
+    def joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *arrays])
+
     return Pack(
         token_ids=torch.from_numpy(token_ids).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
@@ -133,8 +140,9 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
         params=PackedSeqParams("thd", edges, edges, max_seqlen_q=longest, max_seqlen_kv=longest),
         rows=on_device(rows),
         columns=on_device(columns),
-        sample=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *owners])).to(device),
-        rollout_logprobs=torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *logprobs])).to(device),
+        sample=torch.from_numpy(joined(owners, np.int64)).to(device),
+        rollout_logprobs=torch.from_numpy(joined(logprobs, np.float32)).to(device),
+        teacher_logprobs=on_device(joined(teacher, np.float32) if len(teacher) == len(samples) else None),
         tokens=sum(lengths),
         size=total,
         starts=tuple(int(start) for start in bounds[: len(samples)]),
