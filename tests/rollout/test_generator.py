@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import EngineStack, start_role
 from tests.rollout.reference import logprobs
+from vime.algorithm import TEACHER_KEY, Algorithm
 from vime.buffer.control import Control
 from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
@@ -103,11 +104,19 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     assert evaluations[0]["pass_at"] == {"1": evaluations[0]["accuracy"]}
 
 
-def test_a_run_ahead_evaluates_each_due_version_once(engine_stack: EngineStack, tmp_path: Path) -> None:
-    """Two versions ahead of trainers that take a while; the answers of an evaluation are all of its version."""
+def test_a_run_ahead_evaluates_each_due_version_once(
+    engine_stack: EngineStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions ahead of trainers that take a while; the answers of an evaluation are all of its version.
+
+    The engine is its own teacher, which says of each token what the policy said that sampled it.
+    """
     stack = engine_stack
+    monkeypatch.setenv(TEACHER_KEY, stack.role.token)
     config = stack.config.model_copy(
         update={
+            "algorithm": Algorithm(teacher=stack.engine_url),
+            "rollout": stack.config.rollout.model_copy(update={"context": 127}),
             "buffer": Buffer(max_staleness=2, groups_per_chunk=2),
             "training": stack.config.training.model_copy(update={"steps": 5}),
             "evaluation": Evaluation(prompts=4, every=2, samples_per_prompt=2),
@@ -138,3 +147,7 @@ def test_a_run_ahead_evaluates_each_due_version_once(engine_stack: EngineStack, 
     staleness = [manifest.metrics["rollout/staleness/max"] for manifest in manifests]
     assert max(staleness) == 2, "it ran ahead, to the bound"
     assert sorted({entry.group for manifest in manifests for entry in manifest.samples}) == list(range(20))
+    reader = BufferReader(run_dir, config.buffer)
+    for sample in reader.samples(manifests[-1], range(len(manifests[-1].samples))):
+        assert sample.teacher_logprobs is not None
+        np.testing.assert_allclose(sample.teacher_logprobs, sample.rollout_logprobs, atol=1e-5)

@@ -7,6 +7,8 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch import Tensor
 from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import TINY
 from tests.training.test_step import ADAM_EPS, LEARNING_RATE, write_batch
-from vime.buffer.manifest import Manifest
+from vime.buffer.chunk import Chunk, write_chunk
+from vime.buffer.manifest import CHUNKS, Manifest, entries
+from vime.buffer.sample import Group, Sample
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.run_dir import RunDir
@@ -90,7 +94,7 @@ def broken(rewards: Tensor) -> Tensor:
     raise KeyError("bonus")
 
 
-def _step(
+def run_steps(
     rank: int,
     store: Any,
     world_size: int,
@@ -149,13 +153,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, Manifest], algorithm: str) -> None:
-    (expected,) = ranks.run(1, _step, *prepared, ALGORITHMS[algorithm], {})
+    (expected,) = ranks.run(1, run_steps, *prepared, ALGORITHMS[algorithm], {})
     assert all(np.isfinite(value) for metrics in expected["metrics"] for value in metrics.values())
     assert expected["metrics"][0]["train/grad_norm"] > 1e-3
     assert expected["metrics"][0] != expected["metrics"][1]
     more = MORE_LAYOUTS if algorithm in ("ppo", "gspo", "reinforce_plus_plus") else {}
     for layout, (world_size, training) in (LAYOUTS | more).items():
-        results = ranks.run(world_size, _step, *prepared, ALGORITHMS[algorithm], training)
+        results = ranks.run(world_size, run_steps, *prepared, ALGORITHMS[algorithm], training)
         for result in results:
             for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
                 assert seen == pytest.approx(wanted, abs=2e-5, rel=2e-5), layout
@@ -182,13 +186,13 @@ def test_a_step_is_the_same_in_every_layout(ranks: Ranks, prepared: tuple[Path, 
 def test_no_pass_runs_that_the_result_does_not_need(
     ranks: Ranks, prepared: tuple[Path, Manifest], algorithm: dict[str, Any], passes: list[str]
 ) -> None:
-    (result,) = ranks.run(1, _step, *prepared, algorithm, {}, 1)
+    (result,) = ranks.run(1, run_steps, *prepared, algorithm, {}, 1)
     assert result["passes"] == passes
 
 
 def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
     off: dict[str, Any] = {"old_logprobs": "trainer", "importance_low": 0.1, "importance_high": 0.9}
-    (plain,) = ranks.run(1, _step, *prepared, off, {}, 1)
+    (plain,) = ranks.run(1, run_steps, *prepared, off, {}, 1)
     seen = plain["metrics"][0]
     assert 0.1 < seen["train/tis_clipfrac"] < 0.9
     assert 0.1 < seen["train/tis_sequence_clipfrac"] <= 1
@@ -197,7 +201,7 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
     assert seen["train/ois"] == 1
     assert seen["train/ppo_kl"] == 0
     for correction in ("truncated", "token_mask", "sequence_mask"):
-        (corrected,) = ranks.run(1, _step, *prepared, {**off, "importance_sampling": correction}, {}, 1)
+        (corrected,) = ranks.run(1, run_steps, *prepared, {**off, "importance_sampling": correction}, {}, 1)
         names = [name for name in seen if "tis" in name or "rollout" in name]
         assert len(names) == 4
         assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
@@ -207,8 +211,8 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
 def test_ratios_of_later_minibatches_are_to_the_policy_before_the_step(
     ranks: Ranks, prepared: tuple[Path, Manifest]
 ) -> None:
-    (one,) = ranks.run(1, _step, *prepared, {"old_logprobs": "trainer"}, {}, 1)
-    (two,) = ranks.run(1, _step, *prepared, {"old_logprobs": "trainer", "minibatches": 2}, {}, 1)
+    (one,) = ranks.run(1, run_steps, *prepared, {"old_logprobs": "trainer"}, {}, 1)
+    (two,) = ranks.run(1, run_steps, *prepared, {"old_logprobs": "trainer", "minibatches": 2}, {}, 1)
     assert (one["metrics"][0]["train/ppo_kl"], one["metrics"][0]["train/pg_clipfrac"]) == (0, 0)
     assert abs(two["metrics"][0]["train/ppo_kl"]) > 1e-5
     assert two["metrics"][0]["train/lr"] == one["metrics"][0]["train/lr"]
@@ -218,8 +222,8 @@ def test_ratios_of_later_minibatches_are_to_the_policy_before_the_step(
 
 
 def test_the_reference_follows_the_policy(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
-    (fixed,) = ranks.run(1, _step, *prepared, {"kl_coefficient": 1e-3}, {}, 3)
-    (refreshed,) = ranks.run(1, _step, *prepared, {"kl_coefficient": 1e-3, "reference_refresh": 2}, {}, 3)
+    (fixed,) = ranks.run(1, run_steps, *prepared, {"kl_coefficient": 1e-3}, {}, 3)
+    (refreshed,) = ranks.run(1, run_steps, *prepared, {"kl_coefficient": 1e-3, "reference_refresh": 2}, {}, 3)
     kl = [[metrics["train/kl_loss"] for metrics in result["metrics"]] for result in (fixed, refreshed)]
     assert kl[0][0] == kl[1][0] == pytest.approx(0, abs=1e-7)
     assert kl[0][1] == kl[1][1] > 1e-7
@@ -238,7 +242,7 @@ def test_values_that_come_with_the_update_are_those_of_a_pass_before_it(
         "critic": {"learning_rate": 1e-3},
     }
     for world_size, training in ((1, {}), LAYOUTS["pp2"]):
-        once = ranks.run(world_size, _step, *prepared, rule, training, 3)
+        once = ranks.run(world_size, run_steps, *prepared, rule, training, 3)
         twice = ranks.run(world_size, _two_passes, *prepared, rule, training, 3)
         assert (once[0]["passes"].count("critic"), twice[0]["passes"].count("critic")) == (0, 3)
         for one, other in zip(once[0]["metrics"], twice[0]["metrics"], strict=True):
@@ -251,14 +255,14 @@ def _two_passes(rank: int, store: Any, world_size: int, *arguments: Any) -> dict
     before = Critic.once
     Critic.once = False  # type: ignore[assignment, method-assign]
     try:
-        return _step(rank, store, world_size, *arguments)
+        return run_steps(rank, store, world_size, *arguments)
     finally:
         Critic.once = before  # type: ignore[method-assign]
 
 
 def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
     critic = {"critic_only_steps": 2, "learning_rate": 3e-3, "value_clip": 10.0}
-    (result,) = ranks.run(1, _step, *prepared, {"name": "ppo", "critic": critic}, {}, 3)
+    (result,) = ranks.run(1, run_steps, *prepared, {"name": "ppo", "critic": critic}, {}, 3)
     first, second, third = result["metrics"]
     assert "train/pg_loss" not in second
     assert third["train/pg_loss"] != 0
@@ -266,7 +270,7 @@ def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manif
     # The value head begins with 0 everywhere: it explains nothing, and says so.
     assert (first["train/explained_variance"], first["train/value_mean"]) == (pytest.approx(0, abs=1e-6), 0)
     assert third["train/explained_variance"] > 0
-    (only,) = ranks.run(1, _step, *prepared, {"name": "ppo", "critic": critic}, {}, 2)
+    (only,) = ranks.run(1, run_steps, *prepared, {"name": "ppo", "critic": critic}, {}, 2)
     from safetensors.torch import load_file
 
     for name, tensor in load_file(prepared[0] / "hf" / "model.safetensors").items():
@@ -289,7 +293,7 @@ def test_readme_s_own_algorithm_trains(ranks: Ranks, prepared: tuple[Path, Manif
 def _own(rank: int, store: Any, world_size: int, *arguments: Any) -> dict[str, Any]:
     sys.path.insert(0, str(arguments[-1]))
     try:
-        return _step(rank, store, world_size, *arguments[:-1])
+        return run_steps(rank, store, world_size, *arguments[:-1])
     finally:
         sys.path.pop(0)
 
@@ -319,10 +323,62 @@ def test_a_teacher_of_other_words_is_refused(ranks: Ranks, prepared: tuple[Path,
     assert f"algorithm.teacher={tmp_path}/other has a vocabulary of 300 words and the policy one of 264" in message
 
 
+def judged_batch(folder: Path, target: Path, judge: Callable[[Group], Group]) -> Manifest:
+    """The batch of `folder` as a generator with a served teacher would have left it in `target`, with its models."""
+    chunk = Chunk.open(folder / "buffer" / CHUNKS / "c0.safetensors")
+    groups = [
+        judge(Group(one.uid, one.index, tuple(chunk.sample(i) for i in range(one.first, one.first + one.count))))
+        for one in chunk.groups
+    ]
+    for name in ("hf", "teacher"):
+        (target / name).symlink_to(folder / name)
+    (target / "buffer" / CHUNKS).mkdir(parents=True)
+    info = write_chunk(target / "buffer" / CHUNKS, "c0.safetensors", groups)
+    return Manifest(step=1, version=0, chunks=(info,), samples=tuple(entries("c0.safetensors", groups)))
+
+
+def _score(rank: int, store: Any, world_size: int, folder: Path, samples: list[Sample]) -> list[Tensor]:
+    from vime.training import parallel
+    from vime.training.learner import Learner
+
+    config = tiny_config(training={"ranks": world_size})
+    parallel.initialize(config, store, rank, world_size)
+    return Learner(config, folder).score(samples, 1.0)
+
+
+def test_a_served_teacher_teaches_what_a_loaded_one_does(
+    ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path
+) -> None:
+    folder, loaded = prepared
+
+    def judge(group: Group) -> Group:
+        (scores,) = ranks.run(1, _score, folder / "teacher", list(group.samples))
+        samples = []
+        for sample, logprobs in zip(group.samples, scores, strict=True):
+            given = np.full(sample.response_length, np.nan, np.float32)  # what is masked means nothing
+            given[sample.loss_mask == 1] = logprobs.numpy()
+            samples.append(replace(sample, teacher_logprobs=given))
+        return replace(group, samples=tuple(samples))
+
+    manifest = judged_batch(folder, tmp_path, judge)
+    served = {**ALGORITHMS["teacher"], "teacher": "http://teacher:8000"}
+    (expected,) = ranks.run(1, run_steps, folder, loaded, ALGORITHMS["teacher"], {})
+    assert abs(expected["metrics"][0]["train/opd_reverse_kl"]) > 0.01
+    for layout, (world_size, training) in ({"one": (1, {})} | LAYOUTS | {"cp2": MORE_LAYOUTS["cp2"]}).items():
+        for result in ranks.run(world_size, run_steps, tmp_path, manifest, served, training):
+            assert result["passes"] == [], "the trainer has no teacher of its own"
+            for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+                assert seen == pytest.approx(wanted, abs=2e-5, rel=2e-5), layout
+    with pytest.raises(
+        AssertionError, match=r"samples of the batch have no logprobs of algorithm.teacher=http://teacher"
+    ):
+        ranks.run(1, run_steps, folder, loaded, served, {})
+
+
 def test_distillation_goes_to_the_teacher(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
     """No reward moves the policy, only the teacher: on these tokens the two come together."""
     rule = {"teacher": "TEACHER", "advantage": "tests.training.test_algorithms:nothing"}
-    (result,) = ranks.run(1, _step, *prepared, rule, {"learning_rate": 3e-3}, 6)
+    (result,) = ranks.run(1, run_steps, *prepared, rule, {"learning_rate": 3e-3}, 6)
     gaps = [metrics["train/opd_reverse_kl"] for metrics in result["metrics"]]
     assert result["metrics"][0]["train/grad_norm"] > 1e-3
     assert gaps[-1] < gaps[0] - 0.05, gaps
@@ -330,7 +386,7 @@ def test_distillation_goes_to_the_teacher(ranks: Ranks, prepared: tuple[Path, Ma
 
 def _refusal(rank: int, store: Any, world_size: int, folder: Path, manifest: Manifest, algorithm: Any) -> str:
     try:
-        _step(rank, store, world_size, folder, manifest, algorithm, {}, 1)
+        run_steps(rank, store, world_size, folder, manifest, algorithm, {}, 1)
     except UserError as error:
         return str(error)
     return "it trained"

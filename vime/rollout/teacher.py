@@ -35,7 +35,7 @@ class Teacher(PatientClient):
 
     def __init__(self, url: str, request_timeout: float, patience: float, concurrency: int) -> None:
         """concurrency: samples that it is asked about at once, so that its time limit counts work and not waiting."""
-        key = os.environ.get(TEACHER_KEY)
+        key = os.environ.get(TEACHER_KEY, "").strip()
         super().__init__({"Authorization": f"Bearer {key}"} if key else {}, request_timeout, patience, trust_env=True)
         self._name = f"algorithm.teacher={url}"
         root = url.rstrip("/").removesuffix("/v1")
