@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from vime.buffer.control import Control
 from vime.compose import dump_resolved
@@ -26,8 +27,12 @@ STARTUP = 300.0
 
 
 def pytest_configure() -> None:
-    """SIGTERM ends the tests as Ctrl-C does: the fixtures end the runs and engines that they started."""
+    """What holds for all tests."""
+    # SIGTERM ends them as Ctrl-C does: the fixtures end the runs and engines that they started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # How long an example takes says what else the machine does.
+    settings.register_profile("vime", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("vime")
 
 
 @dataclass

@@ -188,7 +188,7 @@ def test_sizes_that_a_model_cannot_take_are_refused(recipe: str, overrides: tupl
     assert words in refused("gb200", recipe, *overrides)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     cluster=st.sampled_from(CLUSTERS),
     layout=st.sampled_from(["hetjob", "partitioned"]),

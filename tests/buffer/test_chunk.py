@@ -19,7 +19,7 @@ from vime.buffer.chunk import Chunk, read_samples, write_chunk
 from vime.buffer.errors import BufferFault
 from vime.buffer.sample import Group, Sample
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def flat(groups: list[Group]) -> list[Sample]:

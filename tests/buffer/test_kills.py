@@ -89,7 +89,7 @@ def attempt(folder: Path, number: int, writer_calls: int, reader_calls: int) -> 
 KILLS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 60)), max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(kills=KILLS)
 def test_random_kills_lose_and_repeat_nothing(tmp_path_factory: object, kills: list[tuple[int, int]]) -> None:
     folder: Path = tmp_path_factory.mktemp("run")  # type: ignore[attr-defined]

@@ -459,7 +459,7 @@ def test_seeds_of_requests_lie_far_apart() -> None:
     assert seeds[-1] < 2**62
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1 << 30),
     staleness=st.integers(0, 3),
