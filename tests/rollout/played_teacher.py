@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from tests.rollout.serving import serving
 
 
 def logprob(ids: list[int], position: int) -> float:
@@ -26,19 +28,9 @@ class PlayedTeacher:
     change: Callable[[dict[str, Any]], Any] = lambda answer: answer
     asked: list[dict[str, Any]] = field(default_factory=list)
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
+    def serving(self) -> AbstractAsyncContextManager[str]:
         """Serves on a free port; its URL."""
-        application = web.Application()
-        application.router.add_get("/v1/models", self._models)
-        application.router.add_post("/v1/completions", self._complete)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        return serving({"/v1/completions": self._complete}, {"/v1/models": self._models})
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.rollout.serving import Handler, serving
 from vime.errors import WaitTimeout
 from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
 from vime.rollout.patient import BadResponse, RequestRefused
@@ -87,20 +87,13 @@ def test_an_answer_that_cannot_be_trained_on_says_why(answer: dict[str, Any], me
         read_completions(answer, PROMPT, 2)
 
 
-def ask(handler: Callable[[web.Request], Awaitable[web.Response]], patience: float) -> list[Completion]:
+def ask(handler: Handler, patience: float) -> list[Completion]:
     async def run() -> list[Completion]:
-        application = web.Application()
-        application.router.add_post("/v1/completions", handler)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with RolloutClient(url, "token", request_timeout=1.0, patience=patience) as client:
-                return await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
-        finally:
-            await runner.cleanup()
+        async with (
+            serving({"/v1/completions": handler}) as url,
+            RolloutClient(url, "token", request_timeout=1.0, patience=patience) as client,
+        ):
+            return await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
 
     return asyncio.run(run())
 

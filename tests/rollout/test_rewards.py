@@ -5,12 +5,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.rollout.serving import Handler, serving
 from vime.config import Data
 from vime.errors import UserError
 from vime.rollout.problem import Problem
@@ -320,21 +320,12 @@ def test_format() -> None:
     assert "is not one letter" in score("choice", ["B"])[0]
 
 
-def serve(handler: Callable[[web.Request], Awaitable[web.Response]], **more: Any) -> list[Any]:
+def serve(handler: Handler, **more: Any) -> list[Any]:
     """Scores two responses by a server of the user's."""
 
     async def run() -> list[Any]:
-        application = web.Application()
-        application.router.add_post("/score", handler)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
-        try:
-            return await asyncio.to_thread(score, "remote", ["a", "bc"], reward_url=url, **more)
-        finally:
-            await runner.cleanup()
+        async with serving({"/score": handler}) as url:
+            return await asyncio.to_thread(score, "remote", ["a", "bc"], reward_url=f"{url}/score", **more)
 
     return asyncio.run(run())
 

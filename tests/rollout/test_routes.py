@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from tests.rollout.serving import serving
 from vime.models.routing import Routing, join_routes
 from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
 from vime.rollout.patient import BadResponse
@@ -162,22 +163,15 @@ def test_case_11_the_first_response_without_routes_ends_it_and_names_the_engine(
         return web.json_response(answer_of(answer), headers={"X-Vime-Engine": "10.0.0.7:8003"})
 
     async def run() -> list[Completion]:
-        application = web.Application()
-        application.router.add_post("/v1/completions", handler)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
         completions: list[Completion] = []
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with RolloutClient(url, "token", 5.0, patience=5.0, routing=ROUTING) as client:
-                for _ in range(good):
-                    completions += await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
-                with pytest.raises(BadRoutes, match=r"the engine at 10\.0\.0\.7:8003 .* has no routed experts"):
-                    await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
-        finally:
-            await runner.cleanup()
+        async with (
+            serving({"/v1/completions": handler}) as url,
+            RolloutClient(url, "token", 5.0, patience=5.0, routing=ROUTING) as client,
+        ):
+            for _ in range(good):
+                completions += await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
+            with pytest.raises(BadRoutes, match=r"the engine at 10\.0\.0\.7:8003 .* has no routed experts"):
+                await client.complete(PROMPT, 1, 8, Sampling(1.0, 1.0, (9,)), seed=7)
         return completions
 
     assert len(asyncio.run(run())) == good
