@@ -50,6 +50,15 @@ def test_the_first_end_is_everybodys_and_the_next_start_waits_for_all() -> None:
     assert not parts[0].ended_elsewhere(1)
 
 
+def test_a_server_that_breaks_off_lets_the_part_that_was_lost_say_so() -> None:
+    _, parts = three()
+    threading.Timer(0.5, parts[1].fall, (0, 137)).start()
+    parts[0].fall(0, 1)
+    assert parts[2].end(0) == PartEnd(part=1, exit_code=137)
+    parts[0].fall(1, 1)  # no other part says anything: it was the server
+    assert parts[2].end(1) == PartEnd(part=0, exit_code=1)
+
+
 def test_a_part_waits_for_the_first_until_it_is_stopped_or_too_long() -> None:
     _, parts = three()
     with pytest.raises(WaitTimeout, match="part 0 of engine 4 to begin incarnation 0"):

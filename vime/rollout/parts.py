@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 POLL_SECONDS = 0.2
+LEADER_PATIENCE = 3.0
+"""Seconds in which part 0, whose vLLM has ended, lets another part say so first. A server breaks off as soon as a rank
+on another node is lost, often before that node's executor has ended; the other way round no executor ends by itself."""
 _T = TypeVar("_T")
 _V = TypeVar("_V", bound=BaseModel)
 
@@ -80,6 +83,9 @@ class Parts:
 
     def fall(self, incarnation: int, exit_code: int) -> None:
         """Say that this part's vLLM ended, unless another part was first."""
+        deadline = time.monotonic() + LEADER_PATIENCE
+        while self.part == 0 and self.count > 1 and time.monotonic() < deadline and self.end(incarnation) is None:
+            time.sleep(POLL_SECONDS)
         self._control.claim(self._key(incarnation, "end"), PartEnd(part=self.part, exit_code=exit_code).model_dump())
 
     def end(self, incarnation: int) -> PartEnd | None:
