@@ -128,3 +128,37 @@ def test_experts_are_the_new_ones_after_each_update(moe_engine: MoeEngine) -> No
     for version, model in enumerate((second, first, second), 1):
         send(model, moe_engine.url, moe_engine.token, version)
         assert difference(model) < 2e-5, version
+
+
+def test_responses_that_an_update_comes_upon_have_all_their_routes(moe_engine: MoeEngine) -> None:
+    """pause?mode=keep computes running requests anew with the new weights; each token keeps the experts it came by."""
+    models = dict(zip((4, 5), moe_engine.models, strict=True))
+    send(models[4], moe_engine.url, moe_engine.token, 4)
+    prompts = [[*PROMPT[:-1], 48 + i, PROMPT[-1]] for i in range(24)]
+
+    async def generate() -> list[list[Completion]]:
+        found = routing(architecture(moe_engine.models[0]))
+        async with RolloutClient(moe_engine.url, moe_engine.token, 120, 60, found) as client:
+            jobs = [
+                asyncio.create_task(client.complete(prompt, 8, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
+                for i, prompt in enumerate(prompts)
+            ]
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(send, models[5], moe_engine.url, moe_engine.token, 5)
+            return await asyncio.gather(*jobs)
+
+    spanning = 0
+    for prompt, (completion, *_) in zip(prompts, asyncio.run(generate()), strict=True):
+        assert completion.routes is not None
+        assert completion.routes.first == 0
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        # Position p predicts token p + 1; the prompt was computed with the first response token.
+        lengths = np.diff(np.append(completion.versions[:, 0], len(completion.token_ids)))
+        sampled_by = np.repeat(completion.versions[:, 1], lengths)
+        computed_by = np.append(np.full(len(prompt) - 1, sampled_by[0]), sampled_by)
+        under = {version: chosen_experts(model, tokens[:-1]) for version, model in models.items()}
+        wanted = np.where((computed_by == 4)[None, :, None], under[4], under[5])
+        assert (np.sort(completion.routes.ids) == wanted).all()
+        assert (under[4] != under[5]).any()
+        spanning += len(set(sampled_by.tolist())) > 1
+    assert spanning, "no response was under way when the update came"
