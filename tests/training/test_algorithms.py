@@ -204,7 +204,7 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
     for correction in ("truncated", "token_mask", "sequence_mask"):
         (corrected,) = ranks.run(1, run_steps, *prepared, {**off, "importance_sampling": correction}, {}, 1)
         names = [name for name in seen if "tis" in name or "rollout" in name]
-        assert len(names) == 4
+        assert len(names) == 5
         assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
         assert corrected["metrics"][0]["train/pg_loss"] != seen["train/pg_loss"]
 
