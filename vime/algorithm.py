@@ -80,8 +80,8 @@ class Algorithm(Section):
     """From tokens to one loss: mean over the batch's tokens; over responses of each one's mean; or the sum divided by
     responses x rollout.max_response_tokens (Dr. GRPO)."""
     old_logprobs: Literal["auto", "trainer", "rollout"] = "auto"
-    """The policy that ratios are taken from: the trainer's before the step, the engine's, or (auto) the trainer's for
-    what the current policy generated and the engine's for what an older one did."""
+    """The policy that ratios are taken from: the trainer's before the step, the engine's, or (auto) for each token the
+    trainer's where the current policy sampled it and the engine's where an older one did."""
     minibatches: int = Field(1, ge=1)
     """Divide a step's batch into so many parts and update the policy by each in turn, with ratios to the policy before
     the step, which then needs a pass of its own. A step is one batch, whatever the updates in it."""

@@ -38,14 +38,14 @@ def test_entries_say_what_balancing_needs() -> None:
     rng = np.random.default_rng(0)
     sample = make_sample(
         rng, 3, 4,
-        loss_mask=np.array([1, 0, 1, 1], np.uint8), reward=0.35, versions=np.array([[0, 6], [2, 7]], np.int32),
+        loss_mask=np.array([1, 0, 1, 1], np.uint8), reward=0.35,
     )  # fmt: skip
     group = Group("p", 17, (make_sample(rng, 5, 0), sample))
     first, second = entries("c", [group])
-    assert (first.tokens, first.response_tokens, first.masked_in, first.version) == (5, 0, 0, -1)
+    assert (first.tokens, first.response_tokens, first.masked_in) == (5, 0, 0)
     assert second == Entry(
         chunk="c", index=1, group=17, tokens=7, response_tokens=4, masked_in=3,
-        reward=float(np.float32(0.35)), version=6, weight=1.0,
+        reward=float(np.float32(0.35)), weight=1.0,
     )  # fmt: skip
 
 

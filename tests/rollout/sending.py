@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,20 +28,35 @@ class FolderSource(WeightSource):
         return iter(self.tensors.items())
 
 
-def send(folder: Path, url: str, token: str, version: int, rounds: int = 1) -> None:
-    """Sends the weights of `folder` to the engine at `url` as `version`, through a transfer group of its own."""
+@contextmanager
+def sending(folder: Path, url: str, token: str) -> Iterator[Callable[[Path, int], None]]:
+    """A transfer group with the engine at `url`: what is given sends a folder's weights as a version.
+
+    folder: any of the folders that will be sent.
+    """
     fleet = Fleet([EngineAddress(index=0, url=url, world_size=1, incarnation=0)], token, 60)
-    sender = GlooTrainerTransfer.trainer_init(
-        GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0), client=fleet, source=FolderSource(folder)
-    )
-    try:
-        for _ in range(rounds):
-            fleet.version = version
-            fleet.pause()
-            sender.send_weights()
-            fleet.reset_prefix_cache()
-            fleet.resume()
+    source = FolderSource(folder)
+    info = GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0)
+    sender = GlooTrainerTransfer.trainer_init(info, client=fleet, source=source)
+
+    def update(folder: Path, version: int) -> None:
+        source.tensors = FolderSource(folder).tensors
+        fleet.version = version
+        fleet.pause()
+        sender.send_weights()
+        fleet.reset_prefix_cache()
+        fleet.resume()
         assert fleet.versions() == [str(version)]
+
+    try:
+        yield update
     finally:
         sender.shutdown()
         fleet.close()
+
+
+def send(folder: Path, url: str, token: str, version: int, rounds: int = 1) -> None:
+    """Sends the weights of `folder` to the engine at `url` as `version`, through a transfer group of its own."""
+    with sending(folder, url, token) as update:
+        for _ in range(rounds):
+            update(folder, version)

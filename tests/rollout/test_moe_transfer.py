@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.conftest import STARTUP, end_role, stack_config, start_role
 from tests.rollout.reference import logprobs
-from tests.rollout.sending import send
+from tests.rollout.sending import send, sending
 from vime.buffer.control import Control
 from vime.compose import dump_resolved
 from vime.config import Algorithm, TinyModel
@@ -128,3 +128,39 @@ def test_experts_are_the_new_ones_after_each_update(moe_engine: MoeEngine) -> No
     for version, model in enumerate((second, first, second), 1):
         send(model, moe_engine.url, moe_engine.token, version)
         assert difference(model) < 2e-5, version
+
+
+def test_responses_that_an_update_comes_upon_have_all_their_routes(moe_engine: MoeEngine) -> None:
+    """pause?mode=keep computes running requests anew with the new weights; each token keeps the experts it came by."""
+    models = dict(zip((4, 5), moe_engine.models, strict=True))
+    prompts = [[*PROMPT[:-1], 48 + i, PROMPT[-1]] for i in range(8)]
+
+    async def generate(update: Callable[[Path, int], None]) -> list[list[Completion]]:
+        found = routing(architecture(moe_engine.models[0]))
+        async with RolloutClient(moe_engine.url, moe_engine.token, 120, 60, found) as client:
+            jobs = [
+                asyncio.create_task(client.complete(prompt, 8, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
+                for i, prompt in enumerate(prompts)
+            ]
+            # When this one has its 20 tokens, those that began before it are about as far.
+            await client.complete(PROMPT, 1, 20, Sampling(1.0, 1.0, ()), seed=1)
+            await asyncio.to_thread(update, models[5], 5)
+            return await asyncio.gather(*jobs)
+
+    with sending(models[4], moe_engine.url, moe_engine.token) as update:
+        update(models[4], 4)
+        answers = asyncio.run(generate(update))
+    versions = [completion.versions for answer in answers for completion in answer]
+    assert any(len(rows) > 1 and rows[1, 0] > 5 for rows in versions), "no response was well under way"
+    for prompt, (completion, *_) in zip(prompts, answers, strict=True):
+        assert completion.routes is not None
+        assert completion.routes.first == 0
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        # Position p predicts token p + 1; the prompt was computed with the first response token.
+        lengths = np.diff(np.append(completion.versions[:, 0], len(completion.token_ids)))
+        sampled_by = np.repeat(completion.versions[:, 1], lengths)
+        computed_by = np.append(np.full(len(prompt) - 1, sampled_by[0]), sampled_by)
+        under = {version: chosen_experts(model, tokens[:-1]) for version, model in models.items()}
+        wanted = np.where((computed_by == 4)[None, :, None], under[4], under[5])
+        assert (np.sort(completion.routes.ids) == wanted).all()
+        assert (under[4] != under[5]).any()

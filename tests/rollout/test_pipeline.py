@@ -410,7 +410,7 @@ def test_running_ahead_keeps_the_bound_exactly(staleness: int) -> None:
 
 
 def test_samples_that_span_versions_are_marked_and_may_be_masked() -> None:
-    async def run(mask: bool) -> list[Group]:
+    async def run(mask: bool) -> tuple[list[Group], dict[str, float]]:
         made = Run(lambda number, seed: "gg", 1, staleness=1, mask_off_policy=mask)
         first = asyncio.Event()
         made.engine.hold = lambda number: first
@@ -420,11 +420,12 @@ def test_samples_that_span_versions_are_marked_and_may_be_masked() -> None:
         first.set()
         statistics, kept, _ = await batch
         made.pipeline.close()
-        assert statistics.metrics(1)["rollout/spanning_ratio"] == 1.0
-        return kept
+        return kept, statistics.metrics(step=2)
 
-    for mask, loss_mask in ((False, [1, 1, 1]), (True, [0, 1, 1])):
-        (group,) = asyncio.run(run(mask))
+    for mask, loss_mask, behind in ((False, [1, 1, 1], (1 / 3, 1.0)), (True, [0, 1, 1], (0.0, 0.0))):
+        (group,), metrics = asyncio.run(run(mask))
+        assert metrics["rollout/spanning_ratio"] == 1.0
+        assert (metrics["rollout/staleness/mean"], metrics["rollout/staleness/max"]) == behind
         for sample in group.samples:
             assert sample.versions.tolist() == [[0, 0], [1, 1]]
             assert sample.version_per_token().tolist() == [0, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,10 @@ import pytest
 
 from tests.conftest import EngineStack
 from tests.rollout.reference import logprobs
-from tests.rollout.sending import FolderSource
-from vime.buffer.control import EngineAddress
+from tests.rollout.sending import sending
 from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 from vime.rollout.client import Completion, RolloutClient, Sampling
-from vime.training.fleet import Fleet
-from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
 
 pytestmark = pytest.mark.slow
 
@@ -32,20 +30,8 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: 
     other = tmp_path / "model"
     make_tiny(TinyModel(context=128, initializer_range=0.08, seed=1), other)
     models = {0: stack.model, 1: other, 2: stack.model}
-    source = FolderSource(stack.model)
-    fleet = Fleet([EngineAddress(index=0, url=stack.engine_url, world_size=1, incarnation=0)], stack.role.token, 60)
-    info = GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0)
-    sender = GlooTrainerTransfer.trainer_init(info, client=fleet, source=source)
 
-    def update(version: int) -> None:
-        source.tensors = FolderSource(models[version]).tensors
-        fleet.version = version
-        fleet.pause()
-        sender.send_weights()
-        fleet.reset_prefix_cache()
-        fleet.resume()
-
-    async def generate() -> list[list[Completion]]:
+    async def generate(update: Callable[[Path, int], None]) -> list[list[Completion]]:
         async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
             jobs = [
                 asyncio.create_task(client.complete(prompt, SAMPLES, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
@@ -53,18 +39,17 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: 
             ]
             for version in (1, 2):
                 await asyncio.sleep(1.0)
-                await asyncio.to_thread(update, version)
+                await asyncio.to_thread(update, models[version], version)
             return await asyncio.gather(*jobs)
 
-    try:
-        update(0)
-        begun = time.monotonic()
-        answers = asyncio.run(generate())
-        print(f"{sum(len(c.token_ids) for a in answers for c in a)} tokens in {time.monotonic() - begun:.1f} s")
-    finally:
-        update(0)
-        sender.shutdown()
-        fleet.close()
+    with sending(stack.model, stack.engine_url, stack.role.token) as update:
+        update(stack.model, 0)
+        try:
+            begun = time.monotonic()
+            answers = asyncio.run(generate(update))
+            print(f"{sum(len(c.token_ids) for a in answers for c in a)} tokens in {time.monotonic() - begun:.1f} s")
+        finally:
+            update(stack.model, 0)
     labels = {tuple(completion.versions[:, 1].tolist()) for answer in answers for completion in answer}
     assert (0, 1, 2) in labels, labels
     boundaries = set()

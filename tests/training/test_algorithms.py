@@ -39,7 +39,8 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"context_parallel": 2}),
     "pp2_virtual2": (2, {"pipeline_parallel": 2, "virtual_stages": 2, "max_tokens_per_microbatch": 60}),
 }
-# Ratios and weights that are not 1: the batch is a version behind, its rollout logprobs are random.
+# Ratios and weights that are not 1: half the responses are a version behind, the others in their first half, and the
+# rollout logprobs are random.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"normalize_std": False, "clip_dual": 2.0},
     "rloo_kl_in_reward": {"advantage": "rloo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
@@ -148,7 +149,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
     folder = tmp_path_factory.mktemp("algorithms")
     make_tiny(TINY, folder / "hf")
     make_tiny(TINY.model_copy(update={"seed": 1, "layers": 2}), folder / "teacher")
-    return folder, write_batch(folder, logprob=(-math.log(264), 0.7))
+    return folder, write_batch(folder, logprob=(-math.log(264), 0.7), spanning=True)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -203,7 +204,7 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
     for correction in ("truncated", "token_mask", "sequence_mask"):
         (corrected,) = ranks.run(1, run_steps, *prepared, {**off, "importance_sampling": correction}, {}, 1)
         names = [name for name in seen if "tis" in name or "rollout" in name]
-        assert len(names) == 4
+        assert len(names) == 5
         assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
         assert corrected["metrics"][0]["train/pg_loss"] != seen["train/pg_loss"]
 

@@ -1,4 +1,4 @@
-"""PPO's critic and a refreshed reference are checkpointed with the policy: a resumed run is an uninterrupted one."""
+"""PPO's critic: checkpointed with the policy and a refreshed reference, and of experts that no engine chose."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.training.ranks import Ranks
-from tests.training.test_checkpoint import STEPS, _tensors, _train
+from tests.training.ranks import Ranks, tiny_config
+from tests.training.test_checkpoint import STEPS, TRAINING, _tensors, _train
 from tests.training.test_model import TINY
+from tests.training.test_replay import FAMILIES, LAYERS
+from tests.training.test_replay import LAYOUTS as EXPERT_LAYOUTS
+from tests.training.test_replay import write_batch as write_routed_batch
 from tests.training.test_step import write_batch
 from vime.buffer.manifest import Manifest
 from vime.models.tiny import make_tiny
+from vime.run_dir import RunDir
 
 ALGORITHM = {
     "name": "ppo",
@@ -72,3 +78,60 @@ def test_a_resumed_run_is_an_uninterrupted_one(
     for prefix in ("critic.optimizer.state.exp_avg_sq", "critic.output_layer", "critic.decoder", "reference.decoder"):
         assert any(name.startswith(prefix) for name in whole), (prefix, sorted(whole))
     assert float(whole["critic.output_layer.weight"].abs().max()) > 1e-3
+
+
+def _two_steps(
+    rank: int, store: Any, world: int, folder: Path, manifest: Manifest, replay: bool, training: Any
+) -> dict[str, Any]:
+    from vime.buffer.reader import BufferReader
+    from vime.training import batch, hf_export, parallel
+    from vime.training.learner import Learner
+
+    config = tiny_config(
+        # The value head begins with 0, so that only the second update moves the critic's experts.
+        algorithm={"name": "ppo", "routing_replay": replay, "critic": {"learning_rate": 1e-3, "updates": 2}},
+        training={**TRAINING, "ranks": world, "max_tokens_per_microbatch": 48, **training},
+    )
+    parallel.initialize(config, store, rank, world)
+    learner = Learner(config, folder / "hf")
+    assert learner.critic is not None
+    reader = BufferReader(RunDir(folder), config.buffer)
+    metrics = [learner.train(batch.load(manifest, reader, config, version=0, replay=learner.replay)) for _ in range(2)]
+    weights = {}
+    for model, chunks in (("policy", learner.policy), ("critic", learner.critic.chunks)):
+        exported = hf_export.export(chunks, torch.float32) if parallel.is_leading() else ()
+        weights |= {(model, name): tensor for name, tensor in exported if (model, name) != ("critic", "lm_head.weight")}
+    weights["critic", "value head"] = learner.critic.chunks[-1].output_layer.weight.detach()
+    return {"metrics": metrics, "weights": weights}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_critics_experts_are_its_own_in_every_layout(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """With replay the policy takes the routes of the batch, which are random, and the critic those of its routers."""
+    make_tiny(FAMILIES[family], tmp_path / "hf")
+    manifest = write_routed_batch(tmp_path, LAYERS - (family == "glm4_moe"))
+    initial = load_file(tmp_path / "hf" / "model.safetensors")
+    first = {}
+    for replay, layouts in ((True, ("ep2", "tp2_ep2")), (False, ("ep2",))):
+        (expected,) = ranks.run(1, _two_steps, tmp_path, manifest, replay, {})
+        first[replay] = expected["metrics"][0]
+        for layout in layouts:
+            world_size, training = EXPERT_LAYOUTS[layout]
+            results = ranks.run(world_size, _two_steps, tmp_path, manifest, replay, training)
+            for result in results:
+                for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+                    assert seen == pytest.approx(wanted, abs=1e-5, rel=1e-5), layout
+            for name, tensor in expected["weights"].items():
+                assert (results[0]["weights"][name] - tensor).abs().max() < 1e-5, (layout, name)
+        for model in ("policy", "critic"):
+            moved = [
+                float((tensor - initial[name]).abs().max())
+                for (owner, name), tensor in expected["weights"].items()
+                if owner == model and ".experts." in name
+            ]
+            assert min(moved) > 1e-4, model
+    of_critic = ("train/value_loss", "train/critic_grad_norm", "train/explained_variance", "train/return_mean")
+    assert {name: first[True][name] for name in of_critic} == {name: first[False][name] for name in of_critic}
+    differences = [first[replay]["train/train_rollout_logprob_abs_diff"] for replay in (True, False)]
+    assert abs(differences[0] - differences[1]) > 1e-3
+    assert 0.5 < first[True]["train/routing_replay_coverage"] < 1

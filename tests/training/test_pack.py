@@ -23,7 +23,7 @@ def _sample(token_ids: list[int], prompt_length: int, mask: list[int]) -> Sample
         prompt_length=prompt_length,
         loss_mask=np.array(mask, np.uint8),
         rollout_logprobs=-np.arange(len(mask), dtype=np.float32),
-        versions=np.zeros((1 if mask else 0, 2), np.int32),
+        versions=np.array([[i, 3 + i] for i in range(min(len(mask), 2))], np.int32).reshape(-1, 2),
         reward=0.0,
         finish_reason="stop",
     )
@@ -40,6 +40,7 @@ def _layout(rank: int, store: Any, world_size: int) -> dict[str, Any]:
         "bounds": packed.params.cu_seqlens_q.tolist(),
         "sample": packed.sample.tolist(),
         "rollout": packed.rollout_logprobs.tolist(),
+        "versions": packed.versions.tolist(),
         "empty": pack([], Place(tensor=2)).labels.tolist(),
     }
 
@@ -53,6 +54,7 @@ def test_layout(ranks: Ranks) -> None:
     assert got["bounds"] == [0, 4, 7, 8]
     assert got["sample"] == [0, 1, 1]
     assert got["rollout"] == [0.0, 0.0, -1.0]
+    assert got["versions"] == [3, 3, 4]
     assert got["empty"] == [IGNORE, IGNORE]
 
 

@@ -60,29 +60,35 @@ MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def write_batch(
-    folder: Path, prompts: int = 4, each: int = 2, seed: int = 3, logprob: tuple[float, float] = (-3.0, 1.0)
+    folder: Path,
+    prompts: int = 4,
+    each: int = 2,
+    seed: int = 3,
+    logprob: tuple[float, float] = (-3.0, 1.0),
+    spanning: bool = False,
 ) -> Manifest:
     """A committed batch of groups with random tokens, lengths, masks and rewards, as the generator would leave it.
 
-    logprob: mean and deviation of the rollout's.
+    logprob: mean and deviation of the rollout's. spanning: version 1 came upon the last response of each group.
     """
     generator = np.random.default_rng(seed)
     groups = []
     for prompt in range(prompts):
         samples = []
-        for _ in range(each):
+        for number in range(each):
             total = int(generator.integers(6, 36))
             prompt_length = int(generator.integers(1, total - 1))
             response = total - prompt_length
             mask = (generator.random(response) < 0.8).astype(np.uint8)
             mask[0] = 1
+            rows = [[0, 0], [response // 2, 1]] if spanning and number == each - 1 and response > 1 else [[0, 0]]
             samples.append(
                 Sample(
                     token_ids=generator.integers(0, 264, total, dtype=np.int32),
                     prompt_length=prompt_length,
                     loss_mask=mask,
                     rollout_logprobs=generator.normal(*logprob, response).astype(np.float32),
-                    versions=np.zeros((1, 2), dtype=np.int32),
+                    versions=np.array(rows, dtype=np.int32),
                     reward=float(generator.random()),
                     finish_reason="stop",
                 )

@@ -39,8 +39,6 @@ class Entry(BaseModel):
     """Response tokens that are trained on."""
     reward: float
     """As stored in the chunk, so rounded to float32."""
-    version: int = Field(ge=-1)
-    """Oldest policy version that generated a token of it, from which staleness counts; -1 for an empty response."""
     weight: float = Field(1.0, ge=0, le=1)
     """0 for a copy that only fills up the batch: it must change no loss, count and metric."""
 
@@ -105,7 +103,6 @@ def entries(chunk: str, groups: tuple[Group, ...] | list[Group]) -> list[Entry]:
             response_tokens=sample.response_length,
             masked_in=int(sample.loss_mask.sum()),
             reward=float(np.float32(sample.reward)),
-            version=sample.oldest_version,
         )
         for position, (group, sample) in enumerate(samples)
     ]

@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that generated a token; -1 for an empty response. Staleness counts from it."""
+        """The oldest policy version that generated a token; -1 for an empty response. `max_staleness` bounds it."""
         return int(self.versions[:, 1].min()) if len(self.versions) else -1
 
     def version_per_token(self) -> NDArray[np.int32]:

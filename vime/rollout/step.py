@@ -33,7 +33,8 @@ class StepStatistics:
     rewards: list[list[float]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
-    versions: list[int] = field(default_factory=list)
+    versions: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by the policy version that sampled them."""
     spanning: int = 0
     """Samples that weights changed under."""
 
@@ -47,7 +48,8 @@ class StepStatistics:
         for sample in group.samples:
             self.lengths.append(sample.response_length)
             self.truncated += sample.finish_reason == "truncated"
-            self.versions.append(sample.oldest_version)
+            versions, tokens = np.unique(sample.version_per_token()[sample.loss_mask == 1], return_counts=True)
+            self.versions.update(dict(zip(versions.tolist(), tokens.tolist(), strict=True)))
             self.spanning += len(sample.versions) > 1
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -65,15 +67,16 @@ class StepStatistics:
             measured["rollout/zero_std_ratio"] = float(np.mean([len(set(r)) == 1 for r in self.all_rewards]))
         if not self.lengths:
             return measured
-        staleness = (step - 1) - np.asarray(self.versions)
+        if self.versions:
+            behind = [(step - 1 - version) * tokens for version, tokens in self.versions.items()]
+            measured["rollout/staleness/mean"] = sum(behind) / self.versions.total()
+            measured["rollout/staleness/max"] = float(step - 1 - min(self.versions))
         if self.rejected:
             measured["rollout/unfiltered_reward"] = _mean(self.all_rewards)
         return measured | {
             "rollout/raw_reward": _mean(self.rewards),
             "rollout/response_len/mean": float(np.mean(self.lengths)),
             "rollout/truncated_ratio": self.truncated / len(self.lengths),
-            "rollout/staleness/mean": float(np.mean(staleness)),
-            "rollout/staleness/max": float(np.max(staleness)),
             "rollout/spanning_ratio": self.spanning / len(self.lengths),
         }
 

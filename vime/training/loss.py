@@ -98,6 +98,7 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     assert advantages is not None, "the last stage knows its advantages"
     rollout, shares, trained = microbatch.pack.rollout_logprobs, microbatch.shares, microbatch.weights > 0
     before, old = _before(logprobs, experience), _old(logprobs, experience, algorithm)
+    from_rollout = _from_rollout(microbatch, algorithm)
     sums: dict[Sum, Tensor] = {}
     if experience.teacher is not None:
         gap = kept(experience.teacher, trained, "teacher_logprobs") - kept(before, trained, "logprobs")
@@ -110,9 +111,10 @@ def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> t
     truncated, outside = importance_weights(mismatch, of_sample, "truncated", *bounds)
     outside_sequence = importance_weights(mismatch, of_sample, "sequence_mask", *bounds)[1]
     if algorithm.importance_sampling != "off":
-        weight, _ = importance_weights(mismatch, of_sample, algorithm.importance_sampling, *bounds)
-        # A ratio from the engine's logprob corrects for the engine by itself.
-        per_token = torch.where(_from_rollout(microbatch, algorithm), per_token, per_token * weight)
+        # A ratio from the engine's logprob corrects for the engine by itself, within a response too.
+        own = torch.where(from_rollout, torch.zeros_like(mismatch), mismatch)
+        weight, _ = importance_weights(own, _of_sample(own, microbatch), algorithm.importance_sampling, *bounds)
+        per_token = torch.where(from_rollout, per_token, per_token * weight)
     change = torch.where(trained, logprobs.detach() - old, torch.zeros_like(old))
     values = {
         Sum.CLIPPED: clipped.float(),

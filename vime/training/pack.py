@@ -60,6 +60,7 @@ class Pack:
     columns: int64 [local labelled tokens], place among the labelled tokens of the whole pack; None when all are local.
     sample: int64 [labelled tokens], index into the samples given to `pack` of each labelled token, in order.
     rollout_logprobs: float32 [labelled tokens], the engine's.
+    versions: int32 [labelled tokens], the policy version that sampled each.
     teacher_logprobs: float32 [labelled tokens], a teacher's, where all samples bring them; else None.
     tokens, size: of the whole pack, before and after padding.
     starts: first row in the whole pack of each sample.
@@ -75,6 +76,7 @@ class Pack:
     columns: Tensor | None
     sample: Tensor
     rollout_logprobs: Tensor
+    versions: Tensor
     tokens: int
     size: int
     starts: tuple[int, ...]
@@ -103,7 +105,7 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
     token_ids = np.zeros(total, dtype=np.int64)
     position_ids = np.zeros_like(token_ids)
     labels = np.full_like(token_ids, IGNORE)
-    owners, logprobs, teacher = [], [], []
+    owners, logprobs, versions, teacher = [], [], [], []
     for i, sample in enumerate(samples):
         start, end = int(bounds[i]), int(bounds[i]) + lengths[i]
         token_ids[start:end] = sample.token_ids
@@ -115,6 +117,7 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
         labels[start + sample.prompt_length + kept - 1] = sample.token_ids[sample.prompt_length + kept]
         owners.append(np.full(len(kept), i, dtype=np.int64))
         logprobs.append(np.asarray(sample.rollout_logprobs, dtype=np.float32)[kept])
+        versions.append(sample.version_per_token()[kept])
         if sample.teacher_logprobs is not None:
             teacher.append(np.asarray(sample.teacher_logprobs, dtype=np.float32)[kept])
     rows = columns = None
@@ -142,6 +145,7 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
         columns=on_device(columns),
         sample=torch.from_numpy(joined(owners, np.int64)).to(device),
         rollout_logprobs=torch.from_numpy(joined(logprobs, np.float32)).to(device),
+        versions=torch.from_numpy(joined(versions, np.int32)).to(device),
         teacher_logprobs=on_device(joined(teacher, np.float32) if len(teacher) == len(samples) else None),
         tokens=sum(lengths),
         size=total,
