@@ -87,11 +87,13 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
     config = stack.config.model_copy(update={"rollout": stack.config.rollout.model_copy(update=chosen)})
     limits = replace(read_limits(config.rollout, stack.role.model), max_response=response)
     tokenizer = load_tokenizer(stack.role.model)
-    problems = load_problems(config.data, config.run.seed)
-    render = make_format(config.data, tokenizer)
-    feed = PromptFeed(problems.training, config.run.seed, False, render, limits)
-    same_feed = PromptFeed(problems.training, config.run.seed, False, render, limits)
+    problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
     calls = UserCalls(config.rollout.reward_threads)
+    render = make_format(config.data, tokenizer, config.rollout, calls)
+    feed, same_feed = (
+        PromptFeed(problems.training, config.run.seed, False, render, limits, config.rollout, _unreported)
+        for _ in range(2)
+    )
     scorer = Scorer(config.data, config.rollout.reward_timeout, calls)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, limits.stop_token_ids)
     writer = BufferWriter(stack.run_dir, stack.control, config.buffer)
@@ -116,7 +118,7 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
             samples=samples,
             tries=1,
             seed=SEED,
-            report=lambda event, **fields: None,
+            report=_unreported,
         )
 
         served = Served(step - 1)
@@ -141,7 +143,7 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
                     "return_token_ids": True,
                     "seed": request_seed(SEED, f"{prompt.index}/0"),
                 }
-                for prompt in (same_feed.take() for _ in range(prompts))
+                for prompt in [await same_feed.take() for _ in range(prompts)]
             ]
             await _serve(session, stack.engine_url, step + turn - 1)
             served.set(step + turn - 1)
@@ -178,6 +180,10 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
         "generator_vs_direct": paired_ratio(seconds["direct"], seconds["generator"]),
         "routed_vs_direct": paired_ratio(seconds["direct"], seconds["routed"]),
     }
+
+
+def _unreported(event: str, **fields: Any) -> None:
+    """Nothing is dropped here."""
 
 
 async def _plain(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> int:

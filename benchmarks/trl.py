@@ -163,7 +163,7 @@ def _held_out(config: Config, policy: Path) -> tuple[float, int]:
 
     logging.set_verbosity_error()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    problems = load_problems(config.data, config.run.seed).held_out
+    problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout).held_out
     scorer = reasoning_gym.create_dataset(config.data.task, size=1, seed=0, **config.data.task_args)
     tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()

@@ -34,7 +34,8 @@ def train(config: Config, model: Path, out: Path) -> None:
     from vime.rollout.sources import load_problems
 
     data, rollout, training, algorithm = config.data, config.rollout, config.training, config.algorithm
-    stream = PromptStream(load_problems(data, config.run.seed).training, config.run.seed, data.shuffle)
+    training_problems = load_problems(data, config.run.seed, config.cluster.startup_timeout).training
+    stream = PromptStream(training_problems, config.run.seed, data.shuffle)
     problems = [stream.take()[1] for _ in range(training.steps * rollout.prompts_per_step)]
     scorer = reasoning_gym.create_dataset(data.task, size=1, seed=0, **data.task_args)
     rows = [

@@ -14,7 +14,7 @@ class Data(Section):
     """Prompts, how they become token ids, and how an answer is scored."""
 
     source: Literal["reasoning_gym", "jsonl"] | ImportPath = "reasoning_gym"
-    """Prompt source: a reasoning_gym task, a JSONL file, or module:function."""
+    """Prompt source: a reasoning_gym task, a JSONL file, or module:function, within cluster.startup_timeout."""
     task: str = "chain_sum"
     """reasoning_gym: the task's name."""
     task_args: dict[str, Any] = {}
@@ -36,7 +36,8 @@ class Data(Section):
     answer_key: str = "answer"
     """jsonl: key of the reference answer."""
     format: Literal["chat", "text"] | ImportPath = "chat"
-    """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function."""
+    """How a record becomes token ids: the tokenizer's chat template, plain text, or module:function (within
+    rollout.reward_timeout)."""
     chat_args: dict[str, Any] = {}
     """chat: further variables of the chat template, such as {enable_thinking: false}."""
     tools: list[dict[str, Any]] = []

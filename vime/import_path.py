@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vime.errors import UserError
@@ -25,18 +25,29 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def named_arguments(function: Callable[..., Any], offered: Collection[str], path: str, field: str) -> list[str]:
+    """Which of the `offered` arguments `function` names, or all when it takes any.
+
+    Raises UserError when it asks for something else.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise UserError(f"{field}={path} does not say what arguments it takes") from error
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(offered)
+    strange = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+    if strange:
+        raise UserError(f"{field}={path} asks for {strange[0]!r}; there are {', '.join(offered)}")
+    return [p.name for p in parameters if p.name in offered]
+
+
 def call_by_name(function: Callable[..., Any], offered: dict[str, Any], path: str, field: str) -> Any:
     """Call `function` with the arguments of `offered` that it names, or all when it takes any.
 
     Raises UserError when it asks for something else, and when it raises: the line names field, function and exception.
     """
-    parameters = inspect.signature(function).parameters.values()
-    taken = offered
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        strange = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
-        if strange:
-            raise UserError(f"{field}={path} asks for {strange[0]!r}; there are {', '.join(offered)}")
-        taken = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    taken = {name: offered[name] for name in named_arguments(function, offered, path, field)}
     try:
         return function(**taken)
     except Exception as error:

@@ -42,7 +42,7 @@ class Rollout(Section):
     request_timeout: float = Field(600.0, gt=0)
     """Seconds one request may take."""
     tries: int = Field(3, ge=1)
-    """Attempts at a sample whose request or reward fails, before it is dropped and counted."""
+    """Attempts at a sample whose request, reward, format or filter fails, before it is dropped and counted."""
     generate: ImportPath | None = None
     """module:function, async, that makes one response in several turns: `generate(episode)`. Default: one turn."""
     generate_timeout: float = Field(1800.0, gt=0)
@@ -58,9 +58,9 @@ class Rollout(Section):
     mask_off_policy: bool = False
     """Train only on the tokens that the newest of a sample's versions sampled, when weights changed while it ran."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds one call of the reward function may take."""
+    """Seconds one call of a reward function, of `data.format`, or of a group or batch filter may take."""
     reward_threads: int = Field(32, ge=1)
-    """Calls of a blocking reward function that are at work at once, each in a thread."""
+    """Calls of such functions, blocking ones, that are at work at once, each in a thread."""
     memory_fraction: float = Field(0.9, gt=0, lt=1)
     """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
     kv_cache_gb: float = Field(1.0, gt=0)

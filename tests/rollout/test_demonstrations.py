@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,24 @@ from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
 from vime.config import Config, Demonstrations, TinyModel
 from vime.models.tiny import make_tiny
+from vime.report.jsonl import read_lines
 from vime.role import Role
 from vime.rollout.demonstrations import BATCHES_AHEAD, demonstrated_answer, run_demonstrations
 from vime.rollout.format import load_tokenizer
 from vime.rollout.sources import load_problems
 from vime.run_dir import RunDir
 
+HERE = "tests.rollout.test_demonstrations"
 STEPS = 7
+
+
+def chat_of_some(record: dict[str, Any], tokenizer: Any) -> list[int]:
+    """As data.format=chat, but it fails on some."""
+    if int(record["answer"]) % 4 == 0:
+        raise ValueError("divisible by four")
+    messages = [{"role": "user", "content": f"{record['metadata']['expression']} ="}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture
@@ -31,6 +43,7 @@ def run(tmp_path: Path) -> tuple[Role, Config, Control]:
     raw["rollout"] |= {"engines": 0, "samples_per_prompt": 1, "context": 32}
     raw["training"]["steps"] = STEPS
     raw["buffer"]["wait_timeout"] = 30
+    raw["data"]["format"] = f"{HERE}:chat_of_some"
     config = Config.model_validate(raw)
     run_dir = RunDir.create(tmp_path, "run", "test")
     control, port = Control.serve("127.0.0.1", 1)
@@ -63,11 +76,11 @@ def test_demonstrations_are_prompts_with_their_answers(run: tuple[Role, Config, 
     assert not failures
 
     run_dir, tokenizer = RunDir(role.run_dir), load_tokenizer(role.model)
-    problems = {p.uid: p for p in load_problems(config.data, config.run.seed).training}
+    problems = {p.uid: p for p in load_problems(config.data, config.run.seed, 5).training}
     answers = {str(p.prompt): p.answer for p in problems.values()}
     manifests = committed(run_dir.buffer)
     assert [m.step for m in manifests] == list(range(1, STEPS + 1))
-    groups = []
+    groups, asked = [], []
     for manifest in manifests:
         groups += [entry.group for entry in manifest.samples]
         for sample in BufferReader(run_dir, config.buffer).samples(manifest, range(len(manifest.samples))):
@@ -75,9 +88,16 @@ def test_demonstrations_are_prompts_with_their_answers(run: tuple[Role, Config, 
             question = tokenizer.decode(prompt, skip_special_tokens=True)
             assert response[-1] == tokenizer.eos_token_id
             assert tokenizer.decode(response[:-1]) == answers[question]
+            asked.append(answers[question])
             assert sample.loss_mask.all()
             assert sample.versions.tolist() == [[0, manifest.step - 1]]
-    assert groups == list(range(4 * STEPS))
+    assert groups == sorted(set(groups))
+    assert len(groups) == 4 * STEPS
+    dropped = sorted(set(range(groups[-1])) - set(groups))
+    events = [event for event in read_lines(run_dir.events) if event["event"] == "sample_dropped"]
+    assert [event["prompt"] for event in events][: len(dropped)] == dropped
+    assert sum(manifest.metrics["rollout/dropped_samples"] for manifest in manifests) == len(dropped) > 0
+    assert all(int(answer) % 4 for answer in asked)
 
 
 def test_a_share_of_the_demonstrations_declines() -> None:

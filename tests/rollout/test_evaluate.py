@@ -15,6 +15,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.rollout.client import Completion, Sampling
 from vime.rollout.evaluate import evaluate, evaluated_versions, evaluation_due, evaluation_tasks
+from vime.rollout.format import FormatFailed
 from vime.rollout.generate import Generation
 from vime.rollout.limits import Limits
 from vime.rollout.pass_at_k import mean_pass_at, pass_at_k
@@ -26,8 +27,14 @@ from vime.rollout.user_calls import UserCalls
 LIMITS = Limits(context=40, stop_token_ids=(0,), max_response=20)
 
 
-def render(problem: Problem) -> list[int]:
+async def render(problem: Problem) -> list[int]:
+    if problem.prompt == "!":
+        raise FormatFailed("no !")
     return [ord(letter) for letter in str(problem.prompt)]
+
+
+def unreported(event: str, **fields: Any) -> None:
+    pass
 
 
 class Letters:
@@ -94,14 +101,23 @@ def test_data_sets_have_sampling_of_their_own(tmp_path: Path) -> None:
         f" same: {{path: {tmp_path}/hard.jsonl, prompts: 3}}}}",
     )
     held_out = [Problem(c, "y") for c in ("be", "c", "d" * 50, "d")]
-    own, hard, same = evaluation_tasks(config, held_out, render, LIMITS)
+    own, hard, same = asyncio.run(evaluation_tasks(config, held_out, render, LIMITS, unreported))
     assert (own.name, len(own.prompts), own.samples, own.temperature, own.top_p) == ("train.jsonl", 2, 2, 0.7, 1.0)
     assert (hard.name, len(hard.prompts), hard.samples, hard.temperature, hard.top_p) == ("hard", 5, 4, 0.0, 0.9)
     assert {prompt.max_tokens for prompt in hard.prompts} == {5}
     assert hard.data.reward == "choice"
     assert (len(same.prompts), same.samples, same.temperature, same.data.reward) == (3, 2, 0.7, "exact")
-    with pytest.raises(UserError, match="only 1 held-out problems are there and short enough"):
-        evaluation_tasks(config, held_out[2:], render, LIMITS)
+    with pytest.raises(UserError, match="only 1 held-out problems are there and make a prompt that is short enough"):
+        asyncio.run(evaluation_tasks(config, held_out[2:], render, LIMITS, unreported))
+
+
+def test_a_prompt_that_the_format_fails_on_is_left_out_and_reported(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "evaluation={prompts: 2}")
+    events: list[dict[str, Any]] = []
+    held_out = [Problem(c, "y") for c in ("be", "!", "c")]
+    (own,) = asyncio.run(evaluation_tasks(config, held_out, render, LIMITS, lambda event, **f: events.append(f)))
+    assert {prompt.problem.prompt for prompt in own.prompts} == {"be", "c"}
+    assert events == [{"reason": "no !"}]
 
 
 def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
@@ -110,7 +126,7 @@ def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
         "evaluation.prompts=0",
         f"evaluation.datasets={{hard: {{path: {tmp_path}/hard.jsonl, samples_per_prompt: 4, temperature: 0.5}}}}",
     )
-    (task,) = evaluation_tasks(config, [], render, LIMITS)
+    (task,) = asyncio.run(evaluation_tasks(config, [], render, LIMITS, unreported))
     engine, calls = Engine(), UserCalls(1)
     generation = Generation(
         client=engine,  # type: ignore[arg-type]
@@ -121,7 +137,7 @@ def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
         samples=task.samples,
         tries=1,
         seed="1/evaluation",
-        report=lambda event, **fields: None,
+        report=unreported,
     )
     result = asyncio.run(evaluate(generation, task, concurrency=2))
     assert (result.dataset, result.samples, result.unscored) == ("hard", 20, 0)

@@ -1,13 +1,20 @@
+import asyncio
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from vime.config import Data, TinyModel
+from vime.config import Data, Rollout, TinyModel
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.rollout.format import answer_ids, load_tokenizer, make_format
+from vime.rollout.format import FormatFailed, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.problem import Problem
+from vime.rollout.user_calls import UserCalls
+
+HERE = "tests.rollout.test_format"
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +45,45 @@ def adding_bos(folder: Path) -> Any:
     return tokenizer
 
 
+def rendered(data: Data, tokenizer: Any, problem: Problem, **rollout: Any) -> list[int]:
+    async def run() -> list[int]:
+        calls = UserCalls(1)
+        try:
+            return await make_format(data, tokenizer, Rollout.model_validate(rollout), calls)(problem)
+        finally:
+            calls.close()
+
+    return asyncio.run(run())
+
+
 def test_the_chat_template_alone_decides_about_special_tokens(adding_bos: Any) -> None:
     """Case 10: template and tokenizer both add BOS; the prompt has one."""
-    ids = make_format(Data(format="chat"), adding_bos)(Problem("hi", ""))
+    ids = rendered(Data(format="chat"), adding_bos, Problem("hi", ""))
     assert ids == [adding_bos.bos_token_id, *answer_ids("hi", adding_bos)]
 
 
 def test_a_doubled_bos_is_an_error(adding_bos: Any) -> None:
     adding_bos.chat_template = "{{ bos_token }}" + adding_bos.chat_template
     with pytest.raises(UserError, match="two beginning-of-sequence tokens"):
-        make_format(Data(format="chat"), adding_bos)(Problem("hi", ""))
+        rendered(Data(format="chat"), adding_bos, Problem("hi", ""))
     with pytest.raises(UserError, match="two beginning-of-sequence tokens"):
-        make_format(Data(format="text", add_bos=True), adding_bos)(Problem("<|reserved_0|>hi", ""))
+        rendered(Data(format="text", add_bos=True), adding_bos, Problem("<|reserved_0|>hi", ""))
 
 
 def test_no_chat_template_is_an_error_at_start(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"no chat template; use data.format=text"):
-        make_format(Data(format="chat"), tokenizer)
+        make_format(Data(format="chat"), tokenizer, Rollout(), UserCalls(1))
 
 
 def test_text_has_a_bos_only_when_asked(adding_bos: Any, tokenizer: Any) -> None:
-    plain = make_format(Data(format="text"), adding_bos)(Problem("hi", ""))
-    with_bos = make_format(Data(format="text", add_bos=True), adding_bos)(Problem("hi", ""))
+    plain = rendered(Data(format="text"), adding_bos, Problem("hi", ""))
+    with_bos = rendered(Data(format="text", add_bos=True), adding_bos, Problem("hi", ""))
     assert with_bos == [adding_bos.bos_token_id, *plain]
     with pytest.raises(UserError, match="no beginning-of-sequence token"):
-        make_format(Data(format="text", add_bos=True), tokenizer)
+        make_format(Data(format="text", add_bos=True), tokenizer, Rollout(), UserCalls(1))
     with pytest.raises(UserError, match="list of messages"):
-        make_format(Data(format="text"), tokenizer)(Problem([{"role": "user", "content": "hi"}], ""))
+        rendered(Data(format="text"), tokenizer, Problem([{"role": "user", "content": "hi"}], ""))
 
 
 def letters(record: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -78,18 +96,112 @@ def out_of_range(record: dict[str, Any], tokenizer: Any) -> list[int]:
 
 def test_a_format_of_the_users(tokenizer: Any) -> None:
     problem = Problem("unused", "", {"word": "ab"})
-    assert make_format(Data(format="tests.rollout.test_format:letters"), tokenizer)(problem) == answer_ids(
-        "ab", tokenizer
-    )
-    with pytest.raises(UserError, match="token ids from 0 to"):
-        make_format(Data(format="tests.rollout.test_format:out_of_range"), tokenizer)(problem)
-    with pytest.raises(UserError, match="KeyError"):
-        make_format(Data(format="tests.rollout.test_format:letters"), tokenizer)(Problem("unused", ""))
+    for name in ("letters", "letters_awaited", "letters_of_numpy"):
+        assert rendered(Data(format=f"{HERE}:{name}"), tokenizer, problem) == answer_ids("ab", tokenizer)
+    with pytest.raises(UserError, match=f"data.format={HERE}:of_other_arguments asks for 'text'; there are record"):
+        rendered(Data(format=f"{HERE}:of_other_arguments"), tokenizer, problem)
+
+
+async def letters_awaited(tokenizer: Any, record: dict[str, Any]) -> list[int]:
+    await asyncio.sleep(0)
+    return letters(record, tokenizer)
+
+
+def letters_of_numpy(**given: Any) -> Any:
+    return np.array(letters(**given))
+
+
+def of_other_arguments(text: str) -> list[int]:
+    return []
+
+
+@pytest.mark.parametrize("returned", [None, [], "ab", [1.5], {"input_ids": [1]}, [-1], [1 << 20], 7, [[1]]])
+def test_what_is_no_list_of_token_ids_fails_this_prompt_alone(tokenizer: Any, returned: Any) -> None:
+    data = Data(format=f"{HERE}:as_recorded")
+    text = f"data.format={HERE}:as_recorded must return a list of token ids from 0 to .* did not on prompt .*'q'"
+    with pytest.raises(FormatFailed, match=text):
+        rendered(data, tokenizer, Problem("q", "", {"returned": returned}))
+    assert rendered(data, tokenizer, Problem("q", "", {"returned": [3, 4]})) == [3, 4]
+
+
+def as_recorded(record: dict[str, Any]) -> Any:
+    return record["returned"]
+
+
+def hangs(record: dict[str, Any]) -> list[int]:
+    time.sleep(60)
+    return [1]
+
+
+async def waits_for_ever(record: dict[str, Any]) -> list[int]:
+    await asyncio.sleep(60)
+    return [1]
+
+
+async def blocks(record: dict[str, Any]) -> list[int]:
+    time.sleep(60)
+    return [1]
+
+
+@pytest.mark.parametrize("name", ["hangs", "waits_for_ever", "blocks"])
+def test_a_format_that_hangs_is_cut_off(tokenizer: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    text = r"took more than 0.1 s \(rollout.reward_timeout\) on prompt \w{16}, 'q'$"
+    with pytest.raises(FormatFailed, match=f"^data.format={HERE}:{name} {text}"):
+        rendered(Data(format=f"{HERE}:{name}"), tokenizer, Problem("q", ""), reward_timeout=0.1)
+    assert time.monotonic() - begun < 5
+    assert f"{HERE}:{name} took more than 0.1 s on prompt" in capsys.readouterr().err
+
+
+attempts = 0
+
+
+def succeeds_at_last(record: dict[str, Any]) -> list[int]:
+    global attempts
+    attempts += 1
+    if attempts < 3:
+        raise OSError("not now")
+    return [1]
+
+
+def test_a_format_that_raises_is_tried_again(tokenizer: Any) -> None:
+    global attempts
+    for tries in (3, 2):
+        attempts = 0
+        expected = nullcontext() if tries == 3 else pytest.raises(FormatFailed, match="OSError: not now, on prompt")
+        with expected:
+            assert rendered(Data(format=f"{HERE}:succeeds_at_last"), tokenizer, Problem("q", ""), tries=tries) == [1]
+        assert attempts == tries
+
+
+def changes_its_tokenizer(record: dict[str, Any], tokenizer: Any) -> list[int]:
+    return list(tokenizer("abcdef", truncation=True, max_length=2, add_special_tokens=False)["input_ids"])
+
+
+def test_a_format_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
+    """One that leaves truncation switched on meets nobody else's calls in another thread."""
+    assert len(rendered(Data(format=f"{HERE}:changes_its_tokenizer"), tokenizer, Problem("q", ""))) == 2
+    assert tokenizer.backend_tokenizer.truncation is None
+
+
+@pytest.mark.parametrize(("bad", "fails"), [({0}, False), ({0, 4}, False), ({0, 4, 8}, True)])
+def test_a_format_that_fails_everywhere_is_refused_at_the_start(tokenizer: Any, bad: set[int], fails: bool) -> None:
+    problems = [Problem(f"q{i}", "", {} if i in bad else {"returned": [1]}) for i in range(10)]
+
+    async def run() -> None:
+        render = make_format(Data(format=f"{HERE}:as_recorded"), tokenizer, Rollout(), UserCalls(1))
+        await probe_format(render, problems)
+
+    if not fails:
+        asyncio.run(run())
+        return
+    with pytest.raises(UserError, match=r"raised KeyError: 'returned', on prompt .*'q8'; it failed on each of"):
+        asyncio.run(run())
 
 
 def test_messages_go_through_the_template(tokenizer: Any) -> None:
-    render = make_format(Data(format="chat"), tokenizer)
-    assert render(Problem([{"role": "user", "content": "1"}], "")) == render(Problem("1", ""))
+    messages = Problem([{"role": "user", "content": "1"}], "")
+    assert rendered(Data(), tokenizer, messages) == rendered(Data(), tokenizer, Problem("1", ""))
 
 
 def test_tools_and_a_thinking_switch_reach_the_chat_template(tokenizer: Any) -> None:
@@ -100,7 +212,7 @@ def test_tools_and_a_thinking_switch_reach_the_chat_template(tokenizer: Any) -> 
     data = Data(tools=[{"name": "add"}], tools_key="tools", chat_args={"enable_thinking": False})
 
     def text(data: Data, record: dict[str, Any]) -> str:
-        return str(tokenizer.decode(make_format(data, tokenizer)(Problem("q", "", record))))
+        return str(tokenizer.decode(rendered(data, tokenizer, Problem("q", "", record))))
 
     assert text(data, {}) == "[add]/no_think q"
     assert text(data, {"tools": [{"name": "multiply"}]}) == "[multiply]/no_think q", "a record's own come first"
@@ -110,10 +222,10 @@ def test_tools_and_a_thinking_switch_reach_the_chat_template(tokenizer: Any) -> 
 def test_an_error_of_a_format_names_the_prompt(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages[5]['content'] + 1 }}"
     with pytest.raises(UserError, match=r"chat template failed on prompt [0-9a-f]{16}, 'what is':.*UndefinedError"):
-        make_format(Data(), tokenizer)(Problem("what is", ""))
-    data = Data(format="tests.rollout.test_format:broken")
-    with pytest.raises(UserError, match=r"test_format:broken raised KeyError: 'x', on prompt [0-9a-f]{16}: 'what is'"):
-        make_format(data, tokenizer)(Problem("what is", ""))
+        rendered(Data(), tokenizer, Problem("what is", ""))
+    data = Data(format=f"{HERE}:broken")
+    with pytest.raises(FormatFailed, match=f"{HERE}:broken raised KeyError: 'x', on prompt [0-9a-f]{{16}}, 'what is'"):
+        rendered(data, tokenizer, Problem("what is", ""))
 
 
 def broken(record: dict[str, Any], tokenizer: Any) -> list[int]:

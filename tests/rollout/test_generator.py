@@ -68,7 +68,7 @@ def test_the_generator_makes_batches(engine_stack: EngineStack) -> None:
     manifests = committed(stack.run_dir.buffer)
     assert [manifest.step for manifest in manifests] == [1, 2]
     reader = BufferReader(stack.run_dir, config.buffer)
-    problems = load_problems(config.data, config.run.seed)
+    problems = load_problems(config.data, config.run.seed, 5)
     answers = {problem.uid: problem for problem in problems.training}
     tokenizer = load_tokenizer(stack.model)
     seen: list[int] = []

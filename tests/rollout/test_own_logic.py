@@ -61,9 +61,10 @@ class Parts:
         self.tokenizer = tokenizer
         self.scorer = Scorer(data, 5, self.calls)
         self.filters = Filters(rollout, self.calls)
-        self.problems = load_problems(data, 0)
-        self.feed = PromptFeed(self.problems.training, 0, False, make_format(data, tokenizer), limits)
+        self.problems = load_problems(data, 0, 5)
         self.events: list[dict[str, Any]] = []
+        self.render = make_format(data, tokenizer, rollout, self.calls)
+        self.feed = PromptFeed(self.problems.training, 0, False, self.render, limits, rollout, self.report)
         self.generation = Generation(
             client=client,
             scorer=self.scorer,
@@ -73,9 +74,12 @@ class Parts:
             samples=rollout.samples_per_prompt,
             tries=rollout.tries,
             seed="0",
-            report=lambda event, **fields: self.events.append({"event": event, **fields}),
+            report=self.report,
             generate=load_generate(rollout, self.calls),
         )
+
+    def report(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
 
 
 class Scripted:
@@ -111,14 +115,18 @@ def sections() -> tuple[Data, Rollout]:
     return Data.model_validate(LOGIC["data"]), Rollout.model_validate(LOGIC["rollout"])
 
 
-async def one_group(tiny: Path, *answers: str, **changes: Any) -> tuple[Group | None, Tally, Scripted, Parts]:
+def one_group(tiny: Path, *answers: str, **changes: Any) -> tuple[Group | None, Tally, Scripted, Parts]:
     data, rollout = sections()
     rollout = rollout.model_copy(update={"samples_per_prompt": 1, **changes})
     tokenizer = load_tokenizer(tiny)
     engine = Scripted(tokenizer, *answers)
     parts = Parts(data, rollout, tokenizer, read_limits(rollout, tiny), engine)
+
+    async def run() -> tuple[Group | None, Tally]:
+        return await parts.generation.group(await parts.feed.take())
+
     try:
-        group, tally = await parts.generation.group(parts.feed.take())
+        group, tally = asyncio.run(run())
     finally:
         parts.calls.close()
     return group, tally, engine, parts
@@ -130,7 +138,7 @@ def text(tokenizer: Any, ids: Any) -> str:
 
 def test_a_tool_is_called_and_its_tokens_are_masked(my_logic: None, tiny: Path) -> None:
     """Two calls of the calculator, then an answer: ids, masks, logprobs and versions token by token."""
-    group, tally, engine, parts = asyncio.run(one_group(tiny, "20+30=", "so 50+1=", "50<|end|>"))
+    group, tally, engine, parts = one_group(tiny, "20+30=", "so 50+1=", "50<|end|>")
     assert group is not None
     (sample,) = group.samples
     response = sample.token_ids[sample.prompt_length :]
@@ -167,8 +175,9 @@ def test_the_ids_that_were_sampled_are_carried_though_text_would_give_others(my_
         sampled = np.array([0, 1] if len(asked) == 1 else [2, 5], np.int32)
         return Completion(sampled, np.zeros(2, np.float32), "stop", np.array([[0, 0]], np.int32))
 
+    problem = load_problems(sections()[0], 0, 5).training[0]
+
     async def run() -> Episode:
-        problem = load_problems(sections()[0], 0).training[0]
         episode = Episode(problem, [4], 20, ask, tokenizer, Turns(Data(), tokenizer, (5,)))
         assert (await episode.sample()).token_ids == (0, 1)
         episode.append("hello")
@@ -183,7 +192,7 @@ def test_the_ids_that_were_sampled_are_carried_though_text_would_give_others(my_
 
 def test_an_episode_without_room_ends_as_truncated(my_logic: None, tiny: Path) -> None:
     """Case 6: only the sample concerned ends; what the tool could not say is not there."""
-    group, *_ = asyncio.run(one_group(tiny, "20+30=", "1+1=", max_response_tokens=14))
+    group, *_ = one_group(tiny, "20+30=", "1+1=", max_response_tokens=14)
     assert group is not None
     (sample,) = group.samples
     assert sample.finish_reason == "truncated"
@@ -201,7 +210,7 @@ def test_a_generate_that_fails_is_tried_again_then_given_up(
         raise KeyError("calculator")
 
     module.generate = fails
-    group, tally, *_ = asyncio.run(one_group(tiny, "1", "2", "3"))
+    group, tally, *_ = one_group(tiny, "1", "2", "3")
     assert group is None
     assert tally.dropped == 1
     assert tally.reasons == {"rollout.generate=my_logic:generate raised KeyError: 'calculator'": 3}
@@ -215,7 +224,7 @@ def test_a_generate_that_hangs_is_cut_off(my_logic: None, tiny: Path) -> None:
         await asyncio.sleep(60)
 
     module.generate = hangs
-    group, tally, *_ = asyncio.run(one_group(tiny, generate_timeout=0.1))
+    group, tally, *_ = one_group(tiny, generate_timeout=0.1)
     assert group is None
     assert tally.reasons == {"rollout.generate=my_logic:generate took more than 0.1 s": 3}
 
@@ -224,11 +233,12 @@ def test_the_pages_other_functions(my_logic: None, tiny: Path) -> None:
     data, rollout = sections()
     tokenizer = load_tokenizer(tiny)
 
+    parts = Parts(data, rollout, tokenizer, read_limits(rollout, tiny), None)
+
     async def run() -> None:
-        parts = Parts(data, rollout, tokenizer, read_limits(rollout, tiny), None)
         problem = parts.problems.training[0]
         assert len(parts.problems.training) + len(parts.problems.held_out) == 400
-        assert text(tokenizer, make_format(data, tokenizer)(problem)) == f"<|user|>{problem.prompt}<|assistant|>"
+        assert text(tokenizer, await parts.render(problem)) == f"<|user|>{problem.prompt}<|assistant|>"
         answers = [Answered(problem.answer, {"calls": 1}), Answered("", {"calls": 0}), Answered("1", {"calls": 0})]
         right, unsaid, wrong = await parts.scorer.score(problem, answers)
         assert (right, wrong) == (pytest.approx(0.9), 0.0)
@@ -298,10 +308,13 @@ def test_a_calculator_on_a_real_engine(my_logic: None, engine_stack: EngineStack
     module.generate = generate
     module.score = lambda response, metadata: float(metadata["calls"])
 
+    client = RolloutClient(stack.router_url, stack.role.token, 120, 30)
+    parts = Parts(data, rollout, tokenizer, limits, client)
+
     async def run() -> list[Group]:
-        async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
-            parts = Parts(data, rollout, tokenizer, limits, client)
-            made = await asyncio.gather(*(parts.generation.group(parts.feed.take()) for _ in range(6)))
+        async with client:
+            prompts = [await parts.feed.take() for _ in range(6)]
+            made = await asyncio.gather(*(parts.generation.group(prompt) for prompt in prompts))
             parts.calls.close()
             return [group for group, _ in made if group is not None]
 

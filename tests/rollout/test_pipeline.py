@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from vime.errors import UserError, WaitTimeout
 from vime.rollout.client import Completion, Sampling
 from vime.rollout.feed import PromptFeed
 from vime.rollout.filters import Filters
+from vime.rollout.format import make_format
 from vime.rollout.generate import Generation, load_generate, request_seed
 from vime.rollout.limits import Limits
 from vime.rollout.patient import BadResponse
@@ -39,6 +42,11 @@ LIMITS = Limits(context=100, stop_token_ids=(END,), max_response=10)
 
 class Letters:
     """A tokenizer of sorts: token n is the letter with that number."""
+
+    bos_token_id = None
+
+    def __len__(self) -> int:
+        return 128
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(chr(token) for token in ids)
@@ -89,6 +97,10 @@ def reward_group(responses: list[str]) -> list[float | None]:
     return [None if r == "n" else sum(r != other for other in responses) / len(responses) for r in responses]
 
 
+async def by_number(problem: Problem) -> list[int]:
+    return [problem.record["number"]]
+
+
 class Run:
     """A generator's parts around a played engine; `batch` makes the next batch."""
 
@@ -105,6 +117,7 @@ class Run:
         cursor: dict[str, int] | None = None,
         problems: int = 50,
         teacher: Teacher | None = None,
+        format: str | None = None,
         **rollout: Any,
     ) -> None:
         data = Data.model_validate({"source": "jsonl", "path": "x", "reward": f"{HERE}:{reward}"})
@@ -134,15 +147,22 @@ class Run:
             samples=samples,
             tries=rollout_config.tries,
             seed="0",
-            report=lambda event, **fields: self.events.append({"event": event, **fields}),
+            report=self.report,
             least=min(2, samples),
             mask_off_policy=rollout_config.mask_off_policy,
             generate=load_generate(rollout_config, calls),
         )
         made_problems = tuple(Problem(f"q{i}", "", {"number": i}) for i in range(problems))
-        feed = PromptFeed(made_problems, 0, False, lambda p: [int(str(p.prompt)[1:])], LIMITS, cursor)
+        render = by_number
+        if format is not None:
+            made_data = data.model_copy(update={"format": f"{HERE}:{format}"})
+            render = make_format(made_data, Letters(), rollout_config, calls)
+        feed = PromptFeed(made_problems, 0, False, render, LIMITS, rollout_config, self.report, cursor, written)
         filters = Filters(rollout_config, calls)
         self.pipeline = Pipeline(self.config, generation, feed, filters, self.served, written, teacher)
+
+    def report(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
 
     async def batch(self) -> tuple[StepStatistics, list[Group], dict[str, int]]:
         self.step += 1
@@ -302,15 +322,144 @@ async def every_other(groups: list[Group]) -> list[bool]:
 
 
 def test_filters_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
-    statistics, kept, _, _ = fill(lambda number, seed: "g", 4, group_filter=f"{HERE}:low_numbers")
+    statistics, kept, _, events = fill(lambda number, seed: "g", 4, group_filter=f"{HERE}:low_numbers")
     assert indices(kept) == [0, 1, 2, 4]
-    assert list(statistics.rejected) == [f"rollout.group_filter={HERE}:low_numbers raised KeyError: 'three'"]
-    assert "failed on group" in capsys.readouterr().err
+    reason = f"rollout.group_filter={HERE}:low_numbers raised KeyError: 'three'"
+    assert events == [{"event": "sample_dropped", "prompts": [3], "samples": 2, "tries": 3, "reasons": [reason]}]
+    assert statistics.metrics(1)["rollout/dropped_samples"] == 2
+    assert statistics.metrics(1)["rollout/filtered_groups"] == 0
+    assert capsys.readouterr().err.count(f"{HERE}:low_numbers failed on group") == 1, "once, not once a try"
     statistics, kept, _, _ = fill(lambda number, seed: "g", 4, batch_filter=f"{HERE}:every_other")
     assert indices(kept) == [0, 2, 4, 6]
     assert statistics.metrics(1)["rollout/filtered_groups"] == 3
     with pytest.raises(TooManyLost, match=r"nothing said no"):
         fill(lambda number, seed: "g", 4, batch_filter=f"{HERE}:nothing", filter_tries=2)
+
+
+filtered: list[str] = []
+
+
+def fails_on_odd(group: Group) -> bool:
+    filtered.append(group.uid)
+    if group.index % 2:
+        raise ZeroDivisionError
+    return True
+
+
+def hangs_on_odd(group: Group) -> bool:
+    time.sleep(60 * (group.index % 2))
+    return True
+
+
+async def waits_on_odd(group: Group) -> bool:
+    await asyncio.sleep(60 * (group.index % 2))
+    return True
+
+
+def unsure_on_odd(group: Group) -> Any:
+    return np.ones(1 + group.index % 2, bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "logged"),
+    [
+        ("fails_on_odd", "raised ZeroDivisionError", "failed on group"),
+        ("hangs_on_odd", "took more than 0.2 s", "took more than 0.2 s on group"),
+        ("waits_on_odd", "took more than 0.2 s", "took more than 0.2 s on group"),
+        ("unsure_on_odd", "returned a ndarray, neither yes nor no", ""),
+    ],
+)
+def test_groups_that_a_filter_fails_on_are_dropped_and_replaced(
+    name: str, what: str, logged: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case 1, for filters: after some tries the samples are given up and counted; the log has each reason once."""
+    filtered.clear()
+    statistics, kept, _, events = fill(
+        lambda number, seed: "g", 3, samples=4, group_filter=f"{HERE}:{name}", reward_timeout=0.2
+    )
+    assert indices(kept) == [0, 2, 4]
+    assert statistics.metrics(1)["rollout/dropped_samples"] == 2 * 4
+    assert statistics.metrics(1)["rollout/filtered_groups"] == 0
+    assert {reason for event in events for reason in event["reasons"]} == {f"rollout.group_filter={HERE}:{name} {what}"}
+    if logged:
+        assert capsys.readouterr().err.count(f"{name} {logged}") == 1
+    assert all(count == 1 + 2 * (name == "fails_on_odd") for uid, count in Counter(filtered).items() if uid == "1")
+
+
+def test_a_group_filter_that_always_fails_ends_the_run_with_its_reason() -> None:
+    message = rf"6 of 6 prompts \(100%\) gave no group of samples: 6 x rollout.group_filter={HERE}:always_fails raised"
+    with pytest.raises(TooManyLost, match=message):
+        fill(lambda number, seed: "g", 2, group_filter=f"{HERE}:always_fails")
+
+
+def always_fails(**given: Any) -> Any:
+    raise KeyError("x")
+
+
+batches = 0
+
+
+def fails_on_the_first_batch(groups: list[Group]) -> list[bool]:
+    global batches
+    batches += 1
+    if batches <= 3:
+        raise OSError("not now")
+    return [True] * len(groups)
+
+
+def test_a_batch_that_a_filter_fails_on_is_dropped_and_made_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    global batches
+    name = f"{HERE}:fails_on_the_first_batch"
+    for already, wanted, dropped in ((0, [3, 4, 5], 6), (1, [0, 1, 2], 0)):
+        batches = already
+        statistics, kept, _, events = fill(lambda number, seed: "g", 3, batch_filter=name)
+        assert indices(kept) == wanted, "called again before its groups are given up"
+        assert statistics.metrics(1)["rollout/dropped_samples"] == dropped
+        assert [event["prompts"] for event in events] == ([[0, 1, 2]] if dropped else [])
+        assert capsys.readouterr().err.count("OSError: not now") == 1
+    with pytest.raises(TooManyLost, match=rf"9 of \d+ prompts .* 9 x rollout.batch_filter={HERE}:always_fails raised"):
+        fill(lambda number, seed: "g", 3, batch_filter=f"{HERE}:always_fails")
+
+
+def not_every_third(record: dict[str, Any]) -> list[int]:
+    if record["number"] % 3 == 2:
+        raise ValueError(f"number {record['number']} has no prompt")
+    return [record["number"]]
+
+
+def hangs_on_every_third(record: dict[str, Any]) -> list[int]:
+    time.sleep(60 * (record["number"] % 3 == 2))
+    return [record["number"]]
+
+
+@pytest.mark.parametrize(("format", "what"), [("not_every_third", "raised"), ("hangs_on_every_third", "took more")])
+def test_prompts_that_the_format_fails_on_are_dropped_and_replaced(
+    format: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case 1, for a format: the run goes on, what is asked is what could be made."""
+    statistics, kept, engine, events = fill(lambda number, seed: "g", 5, format=format, reward_timeout=0.2)
+    assert indices(kept) == [0, 1, 3, 4, 6]
+    assert {number for number, _, _ in engine.asked} == {0, 1, 3, 4, 6}
+    assert statistics.metrics(1)["rollout/dropped_samples"] == 2 * 2
+    assert [(event["event"], event["prompt"]) for event in events] == [("sample_dropped", 2), ("sample_dropped", 5)]
+    assert f"data.format={HERE}:{format} {what}" in events[0]["reasons"][0]
+    assert capsys.readouterr().err.count(f"{HERE}:{format} ") == 1, "the log has it once"
+
+
+def test_requests_are_served_while_a_format_hangs() -> None:
+    """A group that is under way is finished meanwhile."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 3, format="hangs_on_every_third", reward_timeout=1)
+        batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.5)
+        assert {number for number, _, _ in made.engine.asked} == {0, 1}
+        statistics, kept, _ = await batch
+        assert indices(kept) == [0, 1, 3]
+        assert statistics.waited > 0.8, "all others had been answered"
+        made.pipeline.close()
+
+    asyncio.run(run())
 
 
 def nothing(groups: list[Group]) -> list[bool]:
@@ -329,7 +478,8 @@ def with_other_arguments(rewards: list[float], loss: float) -> bool:
     ("rollout", "message"),
     [
         ({"batch_filter": f"{HERE}:of_another_length"}, "got 2 groups and must judge each"),
-        ({"group_filter": f"{HERE}:with_other_arguments"}, r"takes \['loss'\]; it is given rewards, record, group"),
+        ({"group_filter": f"{HERE}:with_other_arguments"}, "asks for 'loss'; there are rewards, record, group"),
+        ({"batch_filter": f"{HERE}:low_numbers"}, "asks for 'record'; there are groups"),
         ({"group_filter": f"{HERE}:nowhere"}, "has no nowhere"),
         ({"generate": f"{HERE}:nothing"}, "must be an async function"),
     ],

@@ -1,9 +1,13 @@
+import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from vime.config import Rollout
 from vime.errors import UserError
-from vime.rollout.feed import PromptFeed
+from vime.rollout.feed import Prompt, PromptFeed
+from vime.rollout.format import FormatFailed
 from vime.rollout.limits import Limits
 from vime.rollout.problem import Problem
 from vime.rollout.prompts import PromptStream
@@ -42,21 +46,70 @@ def test_a_cursor_of_other_data_is_refused() -> None:
         PromptStream(PROBLEMS, 0, shuffle=True, cursor={"epoch": 0, "position": 9})
 
 
-def by_length(problem: Problem) -> list[int]:
+async def by_length(problem: Problem) -> list[int]:
+    if problem.answer == "":
+        raise FormatFailed(f"no length for {problem.prompt}")
     return [7] * int(problem.answer)
+
+
+class Fed:
+    """A feed of prompts of these lengths, None for those that the format fails on; what it has reported."""
+
+    def __init__(self, *lengths: int | None, written: frozenset[int] = frozenset(), **rollout: Any) -> None:
+        problems = tuple(Problem(f"q{i}", "" if n is None else str(n)) for i, n in enumerate(lengths))
+        made = Rollout.model_validate({"samples_per_prompt": 4, "prompts_per_step": 2, "tries": 2, **rollout})
+        limits = Limits(context=16, stop_token_ids=(2,), max_response=8)
+        self.events: list[dict[str, Any]] = []
+        self.feed = PromptFeed(
+            problems, 0, False, by_length, limits, made,
+            lambda event, **fields: self.events.append({"event": event, **fields}), written=written,
+        )  # fmt: skip
+
+    def take(self, count: int) -> list[Prompt]:
+        async def run() -> list[Prompt]:
+            return [await self.feed.take() for _ in range(count)]
+
+        return asyncio.run(run())
 
 
 def test_prompts_that_fill_the_context_are_filtered_and_counted() -> None:
     """Case 6: context 16, prompts of 15, 16, 17 and 10 tokens, at most 8 new tokens."""
-    problems = tuple(Problem(f"q{n}", str(n)) for n in (15, 16, 17, 10))
-    feed = PromptFeed(problems, 0, False, by_length, Limits(context=16, stop_token_ids=(2,), max_response=8))
-    taken = [feed.take() for _ in range(2)]
+    made = Fed(15, 16, 17, 10)
+    taken = made.take(2)
     assert [(len(prompt.token_ids), prompt.max_tokens) for prompt in taken] == [(15, 1), (10, 6)]
-    assert feed.filtered == 2
+    assert (made.feed.filtered, made.feed.dropped) == (2, 0)
     assert [prompt.index for prompt in taken] == [0, 3]
 
 
 def test_prompts_that_are_all_too_long_end_in_an_error() -> None:
-    feed = PromptFeed((Problem("q", "20"),), 0, True, by_length, Limits(16, (2,), 8))
-    with pytest.raises(UserError, match=r"rollout.context=16"):
-        feed.take()
+    with pytest.raises(UserError, match=r"none of the 1 prompts leaves room for a response in rollout.context=16"):
+        Fed(20).take(1)
+
+
+def test_prompts_that_the_format_fails_on_are_dropped_and_counted() -> None:
+    made = Fed(1, None, 17, 2, None)
+    assert [(prompt.index, len(prompt.token_ids)) for prompt in made.take(4)] == [(0, 1), (3, 2), (5, 1), (8, 2)]
+    assert (made.feed.filtered, made.feed.dropped) == (2, 3 * 4)
+    assert made.events[0] == {
+        "event": "sample_dropped", "prompt": 1, "samples": 4, "tries": 2, "reasons": ["no length for q1"]
+    }  # fmt: skip
+    assert [event["prompt"] for event in made.events] == [1, 4, 6]
+
+
+def test_a_format_that_fails_on_and_on_ends_the_run() -> None:
+    """As many prompts in a row as a step may lose; other ends of an epoch are told apart."""
+    made = Fed(*[None] * 9, 1)
+    with pytest.raises(UserError, match=r"^4 prompts in a row could not be made, at last: no length for q3$"):
+        made.take(1)
+    with pytest.raises(UserError, match=r"^2 prompts in a row could not be made, at last: no length for q1$"):
+        Fed(None, None).take(1)
+    with pytest.raises(UserError, match=r"^none of the 2 prompts leaves room"):
+        Fed(20, None, 30).take(1)
+
+
+def test_what_an_earlier_attempt_has_written_is_not_made_again() -> None:
+    """Even where the format fails now; what lay between was left out then, or lost."""
+    made = Fed(None, 1, 2, None, 3, written=frozenset({0, 3}))
+    taken = made.take(3)
+    assert [(prompt.index, len(prompt.token_ids)) for prompt in taken] == [(0, 0), (3, 0), (4, 3)]
+    assert made.events == []

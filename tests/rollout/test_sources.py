@@ -1,12 +1,19 @@
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vime.config import Data
 from vime.errors import UserError
 from vime.rollout.problem import Problem
-from vime.rollout.sources import load_problems, read_jsonl
+from vime.rollout.sources import Problems, load_problems, read_jsonl
 
+HERE = "tests.rollout.test_sources"
 RECORDS = (
     b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9 \xf0\x9f\x98\x80", "answer": "1"}\r\n'
     b'{"prompt": "a\\u2028b \xe2\x80\xa8 c", "answer": 2}\r\n'
@@ -56,7 +63,7 @@ def test_a_bad_record_is_refused_with_file_and_line(tmp_path: Path, line: bytes,
 
 def test_held_out_questions_are_never_trained_on_whatever_the_seed() -> None:
     data = Data(task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=400, held_out=0.2)
-    one, other = load_problems(data, 1), load_problems(data, 2)
+    one, other = load_problems(data, 1, 5), load_problems(data, 2, 5)
     held_out = {p.uid for p in one.held_out} | {p.uid for p in other.held_out}
     assert held_out
     assert not held_out & ({p.uid for p in one.training} | {p.uid for p in other.training})
@@ -74,7 +81,7 @@ def test_an_evaluation_file_takes_its_questions_out_of_training(tmp_path: Path) 
     train, evaluation = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
     train.write_text("".join(f'{{"prompt": "q{i}", "answer": "{i}"}}\n' for i in range(10)))
     evaluation.write_text('{"prompt": "q3", "answer": "3"}\n{"prompt": "new", "answer": "0"}\n')
-    problems = load_problems(Data(source="jsonl", path=train, eval_path=evaluation, reward="exact"), 0)
+    problems = load_problems(Data(source="jsonl", path=train, eval_path=evaluation, reward="exact"), 0, 5)
     assert [p.prompt for p in problems.held_out] == ["q3", "new"]
     assert [p.prompt for p in problems.training] == [f"q{i}" for i in range(10) if i != 3]
 
@@ -84,10 +91,113 @@ def made_here(data: Data, seed: int) -> list[dict[str, str]]:
 
 
 def test_a_source_of_the_users() -> None:
-    problems = load_problems(Data(source="tests.rollout.test_sources:made_here", reward="exact"), 7)
+    problems = load_problems(Data(source="tests.rollout.test_sources:made_here", reward="exact"), 7, 5)
     assert len(problems.training) + len(problems.held_out) == 20
     with pytest.raises(UserError, match="has no nothing"):
-        load_problems(Data(source="tests.rollout.test_sources:nothing", reward="exact"), 7)
+        load_problems(Data(source="tests.rollout.test_sources:nothing", reward="exact"), 7, 5)
+
+
+def drawn_from_the_seed(seed: int) -> Iterator[dict[str, str]]:
+    yield from made_here(Data(), seed)
+
+
+async def awaited(seed: int, data: Data) -> list[dict[str, str]]:
+    await asyncio.sleep(0)
+    return made_here(data, seed)
+
+
+async def drawn_and_awaited(**given: Any) -> AsyncIterator[dict[str, str]]:
+    for record in await awaited(**given):
+        yield record
+
+
+@pytest.mark.parametrize("name", ["drawn_from_the_seed", "awaited", "drawn_and_awaited"])
+def test_a_source_may_be_async_and_a_generator_and_names_its_arguments(name: str) -> None:
+    def all_of(name: str) -> Problems:
+        return load_problems(Data(source=f"{HERE}:{name}", reward="exact"), 7, 5)
+
+    assert all_of(name) == all_of("made_here")
+
+
+def hangs(data: Data) -> Iterator[dict[str, str]]:
+    yield from made_here(data, 0)[:3]
+    time.sleep(60)
+
+
+def computes_for_ever(data: Data) -> Iterator[dict[str, str]]:
+    yield from made_here(data, 0)[:3]
+    while True:
+        pass
+
+
+async def waits_for_ever(data: Data) -> AsyncIterator[dict[str, str]]:
+    for record in made_here(data, 0)[:3]:
+        yield record
+    await asyncio.sleep(60)
+
+
+async def blocks(data: Data) -> AsyncIterator[dict[str, str]]:
+    for record in made_here(data, 0)[:3]:
+        yield record
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("name", ["hangs", "waits_for_ever", "blocks"])
+def test_a_source_that_hangs_is_cut_off(name: str) -> None:
+    begun = time.monotonic()
+    message = rf"^data.source={HERE}:{name} took more than 0.1 s \(cluster.startup_timeout\); it had given 3 records$"
+    with pytest.raises(UserError, match=message):
+        load_problems(Data(source=f"{HERE}:{name}", reward="exact"), 7, 0.1)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_source_that_computes_for_ever_ends_its_process_with_one_line() -> None:
+    """In a process of its own, which its thread would keep busy for ever if it were not let go."""
+    code = f"""
+import sys
+from vime.config import Data
+from vime.errors import UserError
+from vime.rollout.sources import load_problems
+try:
+    load_problems(Data(source="{HERE}:computes_for_ever", reward="exact"), 7, 0.5)
+except UserError as error:
+    sys.exit(str(error))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"data.source={HERE}:computes_for_ever took more than 0.5 s")
+
+
+def breaks(data: Data) -> Iterator[dict[str, str]]:
+    yield from made_here(data, 0)[:2]
+    raise KeyError("shard 3")
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+def without_records() -> None:
+    pass
+
+
+def of_other_arguments(path: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("breaks", "raised KeyError: 'shard 3', after 2 records"),
+        ("exits", "raised SystemExit: 3, after 0 records"),
+        ("without_records", "raised TypeError: 'NoneType' object is not iterable, after 0 records"),
+        ("of_other_arguments", "asks for 'path'; there are data, seed"),
+    ],
+)
+def test_an_error_of_a_source_names_it(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=f"^data.source={HERE}:{name} {message}$"):
+        load_problems(Data(source=f"{HERE}:{name}", reward="exact"), 7, 5)
+    assert ("Traceback" in capsys.readouterr().err) == ("raised" in message)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +210,7 @@ def test_a_source_of_the_users() -> None:
 )
 def test_a_wrong_task_is_a_users_error(data: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_problems(Data.model_validate(data), 0)
+        load_problems(Data.model_validate(data), 0, 5)
 
 
 def test_a_bound_reads_whole_lines_only(tmp_path: Path) -> None:

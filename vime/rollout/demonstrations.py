@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from vime.config import Config, Demonstrations
 from vime.errors import UserError
 from vime.role import Role, die_with_parent
 from vime.rollout.feed import Prompt, PromptFeed
-from vime.rollout.format import answer_ids, load_tokenizer, make_format
+from vime.rollout.format import Format, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.generator import read_start
 from vime.rollout.limits import Limits, read_limits
-from vime.rollout.sources import load_problems
+from vime.rollout.sources import Problems, load_problems
+from vime.rollout.user_calls import UserCalls
 from vime.run_dir import RunDir
 
 BATCHES_AHEAD = 4
@@ -29,29 +32,42 @@ BATCHES_AHEAD = 4
 
 def run_demonstrations(role: Role, config: Config) -> None:
     """Writes the batches of every step and waits until the last is trained."""
-    run_dir = RunDir(role.run_dir)
     limits = read_limits(config.rollout, role.model)
     tokenizer = load_tokenizer(role.model)
-    render = make_format(config.data, tokenizer)
-    problems = load_problems(config.data, config.run.seed)
+    calls = UserCalls(config.rollout.reward_threads)
+    render = make_format(config.data, tokenizer, config.rollout, calls)
+    problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
+    try:
+        asyncio.run(_write_batches(role, config, limits, tokenizer, render, problems))
+    finally:
+        calls.close()
+
+
+async def _write_batches(
+    role: Role, config: Config, limits: Limits, tokenizer: Any, render: Format, problems: Problems
+) -> None:
+    run_dir = RunDir(role.run_dir)
     end = end_token(tokenizer, limits)
-    run_dir.append_event(role, "started", problems=len(problems.training), held_out=len(problems.held_out))
+    await probe_format(render, problems.training)
+    report = partial(run_dir.append_event, role)
+    report("started", problems=len(problems.training), held_out=len(problems.held_out))
     control = Control.connect(role, config.cluster.startup_timeout)
     start = read_start(control, config.cluster.startup_timeout)
     writer = BufferWriter(run_dir, control, config.buffer)
     resumed = writer.resume(start.step)
     cursor = resumed.cursor if resumed.cursor is not None else start.cursor
-    feed = PromptFeed(problems.training, config.run.seed, config.data.shuffle, render, limits, cursor)
-    run_dir.append_event(role, "ready", step=resumed.step, resumed_groups=len(resumed.groups))
+    seed, shuffle, rollout = config.run.seed, config.data.shuffle, config.rollout
+    feed = PromptFeed(problems.training, seed, shuffle, render, limits, rollout, report, cursor, resumed.groups)
+    report("ready", step=resumed.step, resumed_groups=len(resumed.groups))
     steps, timeout = config.training.steps, config.buffer.wait_timeout
     for step in range(resumed.step, steps + 1):
         if step - BATCHES_AHEAD > start.step:
             oldest = step - BATCHES_AHEAD
             control.wait_consumed(oldest, timeout, f"the trainers to train the batch of step {oldest}")
-        metrics = _write_step(writer, feed, step, config, tokenizer, end, limits, resumed.groups)
+        metrics = await _write_step(writer, feed, step, config, tokenizer, end, limits, resumed.groups)
         writer.commit_batch(step, metrics, feed.cursor())
     control.wait_consumed(steps, timeout, f"the trainers to train the batch of step {steps}")
-    run_dir.append_event(role, "stopped")
+    report("stopped")
 
 
 def end_token(tokenizer: Any, limits: Limits) -> int:
@@ -65,7 +81,7 @@ def end_token(tokenizer: Any, limits: Limits) -> int:
     return int(end)
 
 
-def _write_step(
+async def _write_step(
     writer: BufferWriter,
     feed: PromptFeed,
     step: int,
@@ -75,11 +91,11 @@ def _write_step(
     limits: Limits,
     written: frozenset[int],
 ) -> dict[str, float]:
-    filtered_before, too_long = feed.filtered, 0
+    filtered_before, dropped_before, too_long = feed.filtered, feed.dropped, 0
     lengths: list[int] = []
     missing = config.rollout.prompts_per_step
     while missing:
-        prompt = feed.take()
+        prompt = await feed.take()
         if prompt.index in written:
             missing -= 1
             continue
@@ -96,6 +112,7 @@ def _write_step(
         lengths.append(len(ids))
         missing -= 1
     return {
+        "rollout/dropped_samples": float(feed.dropped - dropped_before),
         "rollout/filtered_prompts": float(feed.filtered - filtered_before + too_long),
         "rollout/response_len/mean": float(np.mean(lengths)) if lengths else 0.0,
     }

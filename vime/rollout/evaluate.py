@@ -11,8 +11,8 @@ from typing import Any
 from vime.buffer.sample import Group
 from vime.config import Config, Data
 from vime.errors import UserError
-from vime.rollout.feed import Prompt, fit
-from vime.rollout.format import Format
+from vime.rollout.feed import Prompt, Report, fit
+from vime.rollout.format import Format, FormatFailed
 from vime.rollout.generate import Generation, Tally
 from vime.rollout.limits import Limits
 from vime.rollout.pass_at_k import mean_pass_at
@@ -65,10 +65,10 @@ def evaluated_versions(events: Iterable[Mapping[str, Any]], at_most: int) -> set
     return {version for version in seen if isinstance(version, int) and version <= at_most}
 
 
-def evaluation_tasks(
-    config: Config, held_out: Sequence[Problem], render: Format, limits: Limits
+async def evaluation_tasks(
+    config: Config, held_out: Sequence[Problem], render: Format, limits: Limits, report: Report
 ) -> list[EvaluationTask]:
-    """What every evaluation asks: the same prompts for every version.
+    """What every evaluation asks: the same prompts for every version. Those that the format fails on are reported.
 
     Raises UserError when there are fewer held-out problems than asked for, or a file is wrong.
     """
@@ -76,11 +76,11 @@ def evaluation_tasks(
     most = evaluation.max_response_tokens or limits.max_response
     tasks = []
     if evaluation.prompts:
-        fitting = _fitting(held_out, render, replace(limits, max_response=most))
+        fitting = await _fitting(held_out, render, replace(limits, max_response=most), report)
         if len(fitting) < evaluation.prompts:
             raise UserError(
                 f"evaluation.prompts={evaluation.prompts}, but only {len(fitting)} held-out problems are there and"
-                " short enough; raise data.size or data.held_out, or give data.eval_path"
+                " make a prompt that is short enough; raise data.size or data.held_out, or give data.eval_path"
             )
         prompts = tuple(fitting[: evaluation.prompts])
         sampling = evaluation.samples_per_prompt, evaluation.temperature, evaluation.top_p
@@ -88,11 +88,11 @@ def evaluation_tasks(
     for name, given in evaluation.datasets.items():
         problems = read_jsonl(given.path, data.prompt_key, data.answer_key)
         room = replace(limits, max_response=given.max_response_tokens or most)
-        fitting = _fitting(problems, render, room)
+        fitting = await _fitting(problems, render, room, report)
         if len(fitting) < (given.prompts or 1):
             raise UserError(
-                f"evaluation.datasets.{name}.prompts={given.prompts or 1}, but only {len(fitting)} of {given.path} are"
-                " short enough"
+                f"evaluation.datasets.{name}.prompts={given.prompts or 1}, but only {len(fitting)} of {given.path}"
+                " make a prompt that is short enough"
             )
         tasks.append(
             EvaluationTask(
@@ -148,6 +148,14 @@ async def evaluate(generation: Generation, task: EvaluationTask, concurrency: in
     )
 
 
-def _fitting(problems: Sequence[Problem], render: Format, limits: Limits) -> list[Prompt]:
-    chosen = sorted(problems, key=lambda problem: problem.uid)
-    return [prompt for i, problem in enumerate(chosen) if (prompt := fit(i, problem, render, limits)) is not None]
+async def _fitting(problems: Sequence[Problem], render: Format, limits: Limits, report: Report) -> list[Prompt]:
+    prompts = []
+    for index, problem in enumerate(sorted(problems, key=lambda problem: problem.uid)):
+        try:
+            prompt = await fit(index, problem, render, limits)
+        except FormatFailed as error:
+            report("evaluation_prompt_left_out", reason=str(error))
+            continue
+        if prompt is not None:
+            prompts.append(prompt)
+    return prompts

@@ -7,14 +7,13 @@ with `groups` (all groups of a batch) and returns a list that says of each wheth
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vime.buffer.sample import Group
 from vime.config import Rollout
 from vime.errors import UserError
-from vime.import_path import load_function
+from vime.import_path import load_function, named_arguments
 from vime.rollout.problem import Problem
 from vime.rollout.user_calls import CallFailed, UserCalls
 
@@ -22,28 +21,28 @@ RESIDUE = 2.0**-20
 """Rewards closer than this share of the largest are equal but for rounding; the advantages take them for that too."""
 
 
+class FilterFailed(Exception):
+    """A filter of the user's gave no judgement: it raised, took too long, or returned what is neither yes nor no."""
+
+
 class Filters:
     """The filters of a run. Raises UserError when one cannot be had."""
 
     def __init__(self, rollout: Rollout, calls: UserCalls) -> None:
-        self._timeout = rollout.reward_timeout
+        self._timeout, self._tries = rollout.reward_timeout, rollout.tries
         self._calls = calls
         self._group_name, self._batch_name = rollout.group_filter, rollout.batch_filter
         self._group: Callable[..., Any] | None = None
         self._batch: Callable[..., Any] | None = None
-        self._takes: frozenset[str] = frozenset()
+        self._takes: list[str] = []
         if self._group_name not in (None, "nonzero_std"):
             assert self._group_name is not None
             self._group = load_function(self._group_name, "rollout.group_filter")
-            self._takes = frozenset(inspect.signature(self._group).parameters)
-            strange = sorted(self._takes - {"rewards", "record", "group"})
-            if strange or not self._takes:
-                raise UserError(
-                    f"rollout.group_filter={self._group_name} takes {strange or 'nothing'};"
-                    " it is given rewards, record, group"
-                )
+            offered = ("rewards", "record", "group")
+            self._takes = named_arguments(self._group, offered, self._group_name, "rollout.group_filter")
         if self._batch_name is not None:
             self._batch = load_function(self._batch_name, "rollout.batch_filter")
+            named_arguments(self._batch, ("groups",), self._batch_name, "rollout.batch_filter")
 
     @property
     def whole_batches(self) -> bool:
@@ -51,7 +50,7 @@ class Filters:
         return self._batch is not None
 
     async def rejected(self, group: Group, problem: Problem) -> str | None:
-        """Why the batch may not have this group; None when it may."""
+        """Why the batch may not have this group; None when it may. Raises FilterFailed after the last try."""
         rewards = [sample.reward for sample in group.samples]
         if self._group_name is None:
             return None
@@ -60,22 +59,34 @@ class Filters:
             return "all rewards are equal" if spread <= RESIDUE * max(map(abs, rewards)) else None
         offered = {"rewards": rewards, "record": problem.record, "group": group}
         given = {name: offered[name] for name in self._takes}
-        try:
-            kept = await self._calls.call(self._group_name, self._group, self._timeout, f"group {group.uid}", **given)
-        except CallFailed as error:
-            return f"rollout.group_filter={error}"
-        return None if kept else f"rollout.group_filter={self._group_name} said no"
+        field = f"rollout.group_filter={self._group_name}"
+        kept = await self._ask(self._group_name, self._group, "rollout.group_filter", f"group {group.uid}", given)
+        return None if _yes(kept, field) else f"{field} said no"
 
     async def batch(self, groups: Sequence[Group]) -> list[str | None]:
-        """For each group of a batch why it may not have it, or None. Raises UserError for a list of another length."""
+        """For each group of a batch why it may not have it, or None.
+
+        Raises FilterFailed after the last try, UserError for a list of another length.
+        """
         if self._batch is None:
             return [None] * len(groups)
         assert self._batch_name is not None
-        what = f"the {len(groups)} groups of a batch"
-        try:
-            kept = await self._calls.call(self._batch_name, self._batch, self._timeout, what, groups=list(groups))
-        except CallFailed as error:
-            return [f"rollout.batch_filter={error}"] * len(groups)
+        what, field = f"the {len(groups)} groups of a batch", f"rollout.batch_filter={self._batch_name}"
+        given = {"groups": list(groups)}
+        kept = await self._ask(self._batch_name, self._batch, "rollout.batch_filter", what, given)
         if not hasattr(kept, "__len__") or len(kept) != len(groups):
-            raise UserError(f"rollout.batch_filter={self._batch_name} got {len(groups)} groups and must judge each")
-        return [None if keep else f"rollout.batch_filter={self._batch_name} said no" for keep in kept]
+            raise UserError(f"{field} got {len(groups)} groups and must judge each")
+        return [None if _yes(keep, field) else f"{field} said no" for keep in kept]
+
+    async def _ask(self, name: str, function: Callable[..., Any], key: str, what: str, given: dict[str, Any]) -> Any:
+        try:
+            return await self._calls.call_again(self._tries, name, function, self._timeout, what, **given)
+        except CallFailed as error:
+            raise FilterFailed(f"{key}={error}") from error
+
+
+def _yes(judgement: Any, field: str) -> bool:
+    try:
+        return bool(judgement)
+    except Exception as error:
+        raise FilterFailed(f"{field} returned a {type(judgement).__name__}, neither yes nor no") from error

@@ -6,16 +6,25 @@ beginning-of-sequence token when `data.add_bos` says so, and the tokenizer's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import operator
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vime.config import Data
+from vime.config import Data, Rollout
 from vime.errors import UserError
-from vime.import_path import load_function
+from vime.import_path import load_function, named_arguments
 from vime.rollout.problem import Problem
+from vime.rollout.user_calls import CallFailed, CallTookTooLong, UserCalls
 
-Format = Callable[[Problem], list[int]]
+Format = Callable[[Problem], Awaitable[list[int]]]
+"""Renders a problem. Raises FormatFailed for this problem alone, UserError for what concerns all of them."""
+PROBES = 3
+
+
+class FormatFailed(Exception):
+    """A `data.format` of the user's gave no prompt for a problem. The text names function and problem."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -28,23 +37,44 @@ def load_tokenizer(model: Path) -> Any:
         raise UserError(f"{model}: its tokenizer does not load: {error}") from error
 
 
-def make_format(data: Data, tokenizer: Any) -> Format:
-    """The function that renders problems by `data.format`. Raises UserError when the tokenizer cannot do it."""
+def make_format(data: Data, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Format:
+    """What renders problems by `data.format`, one after the other. Raises UserError when the tokenizer cannot do it."""
+    what = f"data.format={data.format}"
     if data.format == "chat":
         if not tokenizer.chat_template:
             raise UserError(
                 "data.format=chat, but the model's tokenizer has no chat template;"
                 " use data.format=text, or module:function"
             )
-        return lambda problem: _checked(_chat(problem, tokenizer, data), tokenizer, "data.format=chat")
+
+        async def chat(problem: Problem) -> list[int]:
+            return _checked(_chat(problem, tokenizer, data), tokenizer, what)
+
+        return chat
     if data.format == "text":
         if data.add_bos and tokenizer.bos_token_id is None:
             raise UserError("data.add_bos is true, but the model's tokenizer has no beginning-of-sequence token")
-        return lambda problem: _checked(_text(problem, tokenizer, data.add_bos), tokenizer, "data.format=text")
-    function = load_function(data.format, "data.format")
-    return lambda problem: _checked(
-        _custom(problem, tokenizer, function, data.format), tokenizer, f"data.format={data.format}"
-    )
+
+        async def text(problem: Problem) -> list[int]:
+            return _checked(_text(problem, tokenizer, data.add_bos), tokenizer, what)
+
+        return text
+    return _custom(data.format, tokenizer, rollout, calls)
+
+
+async def probe_format(render: Format, problems: Sequence[Problem]) -> None:
+    """Render PROBES problems that lie far apart, until one succeeds.
+
+    Raises UserError when none does: a format that fails on all of them is wrong itself, and no engine needs to start.
+    """
+    failure: FormatFailed | None = None
+    for problem in problems[:: -(-len(problems) // PROBES)]:
+        try:
+            await render(problem)
+            return
+        except FormatFailed as error:
+            failure = error
+    raise UserError(f"{failure}; it failed on each of the problems that were tried") from failure
 
 
 def answer_ids(answer: str, tokenizer: Any) -> list[int]:
@@ -76,18 +106,39 @@ def _text(problem: Problem, tokenizer: Any, add_bos: bool) -> list[int]:
     return [tokenizer.bos_token_id, *ids] if add_bos else ids
 
 
-def _custom(problem: Problem, tokenizer: Any, function: Callable[..., Any], name: str) -> list[int]:
+def _custom(path: str, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Format:
     """`function(record, tokenizer)` gives the prompt's token ids; `record` is the source's own."""
+    function = load_function(path, "data.format")
+    # A tokenizer of its own: calls that change one, such as with truncation=True, may not meet in two threads.
+    offered = {"record": None, "tokenizer": copy.deepcopy(tokenizer)}
+    names = named_arguments(function, offered, path, "data.format")
+    limit, size = rollout.reward_timeout, len(tokenizer)
+
+    async def custom(problem: Problem) -> list[int]:
+        what = f"prompt {problem.uid}, {_short(problem)}"
+        given = {name: problem.record if name == "record" else offered[name] for name in names}
+        try:
+            ids = _ids(await calls.call_again(rollout.tries, path, function, limit, what, **given), size)
+        except CallTookTooLong as error:
+            raise FormatFailed(f"data.format={error} (rollout.reward_timeout) on {what}") from error
+        except CallFailed as error:
+            raise FormatFailed(f"data.format={error}, on {what}") from error
+        if not ids:
+            raise FormatFailed(
+                f"data.format={path} must return a list of token ids from 0 to {size - 1}, and did not on {what}"
+            )
+        return _checked(ids, tokenizer, f"data.format={path}")
+
+    return custom
+
+
+def _ids(given: Any, size: int) -> list[int] | None:
+    """What a format returned as token ids of a tokenizer of `size`; None when it is something else."""
     try:
-        ids = list(function(problem.record, tokenizer))
-    except Exception as error:
-        raise UserError(
-            f"data.format={name} raised {type(error).__name__}: {error}, on prompt {problem.uid}: {_short(problem)}"
-        ) from error
-    size = len(tokenizer)
-    if not all(isinstance(token, int) and 0 <= token < size for token in ids):
-        raise UserError(f"data.format={name} must give a list of token ids from 0 to {size - 1}")
-    return ids
+        ids = [operator.index(token) for token in given]
+        return ids if all(0 <= token < size for token in ids) else None
+    except Exception:  # noqa: BLE001 - an object of the user's, which may raise anything
+        return None
 
 
 def _short(problem: Problem) -> str:

@@ -17,14 +17,11 @@ from vime.errors import UserError
 from vime.import_path import load_function
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
-from vime.rollout.feed import Prompt
+from vime.rollout.feed import Prompt, Report
 from vime.rollout.patient import BadResponse
 from vime.rollout.rewards import Answered, Scorer, Unscored
 from vime.rollout.turns import Turns
 from vime.rollout.user_calls import CallFailed, UserCalls, is_async
-
-Report = Callable[..., None]
-"""Called with an event's name and its fields."""
 
 
 @dataclass

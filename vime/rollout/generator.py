@@ -22,10 +22,10 @@ from vime.models.routing import replayed_routing
 from vime.report.jsonl import read_lines
 from vime.role import Role, die_with_parent
 from vime.rollout.client import RolloutClient, Sampling
-from vime.rollout.evaluate import evaluate, evaluated_versions, evaluation_due, evaluation_tasks
+from vime.rollout.evaluate import EvaluationTask, evaluate, evaluated_versions, evaluation_due, evaluation_tasks
 from vime.rollout.feed import PromptFeed
 from vime.rollout.filters import Filters
-from vime.rollout.format import load_tokenizer, make_format
+from vime.rollout.format import load_tokenizer, make_format, probe_format
 from vime.rollout.generate import Generation, load_generate
 from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline, TooManyLost
@@ -57,7 +57,10 @@ def read_start(control: Control, timeout: float) -> Start:
 
 
 class Generator:
-    """The role's parts, made once: whatever can be wrong with the data is found before anything is waited for."""
+    """The role's parts, made once. Whatever can be wrong with the data is found before anything is waited for.
+
+    To be made outside of an event loop.
+    """
 
     def __init__(self, role: Role, config: Config) -> None:
         self.config = config
@@ -65,14 +68,12 @@ class Generator:
         self.run_dir = RunDir(role.run_dir)
         self.limits = read_limits(config.rollout, role.model)
         self.tokenizer = load_tokenizer(role.model)
-        self.render = make_format(config.data, self.tokenizer)
-        self.problems = load_problems(config.data, config.run.seed)
-        self.render(self.problems.training[0])
-        self.evaluations = evaluation_tasks(config, self.problems.held_out, self.render, self.limits)
         self.calls = UserCalls(config.rollout.reward_threads)
-        timeout = config.rollout.reward_timeout
-        self.scorer = Scorer(config.data, timeout, self.calls)
-        self.scorers = [Scorer(task.data, timeout, self.calls) for task in self.evaluations]
+        self.render = make_format(config.data, self.tokenizer, config.rollout, self.calls)
+        self.problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
+        self.scorer = Scorer(config.data, config.rollout.reward_timeout, self.calls)
+        self.evaluations: list[EvaluationTask] = []
+        self.scorers: list[Scorer] = []
         self.filters = Filters(config.rollout, self.calls)
         self.generate = load_generate(config.rollout, self.calls)
         self.report = partial(self.run_dir.append_event, role)
@@ -82,6 +83,7 @@ class Generator:
 
     async def run(self) -> None:
         """From the first step that the trainers need to the evaluation of the last version."""
+        await self._prepare()
         self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
         async with self._teacher() as teacher:
             if teacher is not None:
@@ -105,6 +107,15 @@ class Generator:
                 for scorer in (self.scorer, *self.scorers):
                     await scorer.close()
 
+    async def _prepare(self) -> None:
+        """Render a prompt, and all of evaluation's."""
+        config = self.config
+        await probe_format(self.render, self.problems.training)
+        held_out = self.problems.held_out
+        self.evaluations = await evaluation_tasks(config, held_out, self.render, self.limits, self.report)
+        timeout = config.rollout.reward_timeout
+        self.scorers = [Scorer(task.data, timeout, self.calls) for task in self.evaluations]
+
     async def _run(self, client: RolloutClient, control: Control, start: Start, teacher: Teacher | None) -> None:
         config = self.config
         experts = self.routing.experts if self.routing is not None else None
@@ -113,7 +124,8 @@ class Generator:
         # A batch is committed only after the evaluation of the version before it: see `_before_commit`.
         known = start.step if resumed.discarded else resumed.step - 1
         self.evaluated = evaluated_versions(read_lines(self.run_dir.events), known) | set(range(resumed.step - 1))
-        feed = self._feed(resumed.cursor if resumed.cursor is not None else start.cursor)
+        cursor = resumed.cursor if resumed.cursor is not None else start.cursor
+        feed = self._feed(cursor, resumed.groups)
         generation = self._generation(client)
         pipeline = Pipeline(config, generation, feed, self.filters, self.served, resumed.groups, teacher)
         self.report("ready", step=resumed.step, resumed_groups=len(resumed.groups))
@@ -140,11 +152,10 @@ class Generator:
             return contextlib.nullcontext()
         return Teacher(url, rollout.request_timeout, self.config.cluster.startup_timeout, rollout.concurrency)
 
-    def _feed(self, cursor: dict[str, Any]) -> PromptFeed:
-        config = self.config
-        return PromptFeed(
-            self.problems.training, config.run.seed, config.data.shuffle, self.render, self.limits, cursor
-        )
+    def _feed(self, cursor: dict[str, Any], written: frozenset[int]) -> PromptFeed:
+        config, problems = self.config, self.problems.training
+        seed, shuffle, rollout = config.run.seed, config.data.shuffle, config.rollout
+        return PromptFeed(problems, seed, shuffle, self.render, self.limits, rollout, self.report, cursor, written)
 
     def _generation(self, client: RolloutClient) -> Generation:
         rollout = self.config.rollout

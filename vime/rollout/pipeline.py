@@ -11,14 +11,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vime.buffer.sample import Group
 from vime.config import Config
 from vime.rollout.feed import Prompt, PromptFeed
-from vime.rollout.filters import Filters
+from vime.rollout.filters import FilterFailed, Filters
 from vime.rollout.generate import Generation, Tally
 from vime.rollout.served import Served
 from vime.rollout.step import StepStatistics
@@ -38,7 +37,6 @@ class _Made:
     group: Group | None
     tally: Tally
     rejected: str | None
-    problem: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +66,7 @@ class Pipeline:
         """teacher: what judges the groups that a batch may have.
 
         `written`: stream positions whose group an earlier attempt has put into the first batch. They count, and are
-        not made again; prompts between them were lost or filtered out then."""
+        not made again."""
         self._config = config
         self._generation = generation
         self._feed = feed
@@ -94,14 +92,15 @@ class Pipeline:
         """
         config, wanted = self._config, self._config.rollout.prompts_per_step
         statistics = StepStatistics()
-        begun, idle_before, filtered_before = time.monotonic(), self._idle_seconds(), self._feed.filtered
+        begun, idle_before = time.monotonic(), self._idle_seconds()
+        filtered_before, dropped_before = self._feed.filtered, self._feed.dropped
         oldest = step - 1 - config.buffer.max_staleness
         await self._served.reach(oldest, config.buffer.wait_timeout)
         statistics.discarded = self._discard(oldest) * config.rollout.samples_per_prompt
         good: list[Group | None] = []
         cursor: dict[str, int] = {}
         while len(good) < wanted:
-            self._start(step, len(good))
+            await self._start(step, len(good))
             await self._head()
             while len(good) < wanted and self._head_done():
                 started = self._running.popleft()
@@ -117,7 +116,7 @@ class Pipeline:
                         statistics.add(made.group)
                         await keep(made.group)
                 self._bound(statistics, wanted)
-                self._start(step, len(good))
+                await self._start(step, len(good))
             if len(good) == wanted and self._filters.whole_batches:
                 good = await self._judge(good, statistics)
                 self._bound(statistics, wanted)
@@ -129,6 +128,7 @@ class Pipeline:
         statistics.waited = self._idle_seconds() - idle_before
         statistics.seconds = time.monotonic() - begun - statistics.waited
         statistics.too_long = self._feed.filtered - filtered_before
+        statistics.tally.dropped += self._feed.dropped - dropped_before
         return statistics, cursor
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
                 started.task.cancel()
         self._running.clear()
 
-    def _start(self, step: int, good: int) -> None:
+    async def _start(self, step: int, good: int) -> None:
         """Start as many prompts as the engines, staleness and the end of the run allow."""
         rollout = self._config.rollout
         wanted = rollout.prompts_per_step
@@ -149,15 +149,13 @@ class Pipeline:
             fresh = batch - 1 - self._config.buffer.max_staleness <= self._served.version
             if not (ahead < for_this or (fresh and batch <= self._config.training.steps)):
                 return
-            self._start_one()
+            await self._start_one()
 
-    def _start_one(self) -> None:
+    async def _start_one(self) -> None:
         if self._returned:
             prompt, cursor = self._returned.popleft()
         else:
-            prompt = self._feed.take()
-            while self._written and prompt.index < max(self._written) and prompt.index not in self._written:
-                prompt = self._feed.take()
+            prompt = await self._feed.take()
             cursor = self._feed.cursor()
         task = None
         if prompt.index not in self._written:
@@ -168,10 +166,16 @@ class Pipeline:
 
     async def _make(self, prompt: Prompt) -> _Made:
         group, tally = await self._generation.group(prompt)
-        rejected = None if group is None else await self._filters.rejected(group, prompt.problem)
+        rejected = None
+        if group is not None:
+            try:
+                rejected = await self._filters.rejected(group, prompt.problem)
+            except FilterFailed as error:
+                self._drop([group], str(error), tally)
+                group = None
         if self._teacher is not None and group is not None and rejected is None:
             group = await self._teacher.judge(group)
-        return _Made(group, tally, rejected, prompt.problem)
+        return _Made(group, tally, rejected)
 
     def _ended(self, task: asyncio.Task[_Made]) -> None:
         self._count_busy(-1)
@@ -197,6 +201,7 @@ class Pipeline:
 
     def _count(self, made: _Made, statistics: StepStatistics) -> bool:
         """Count a prompt that has ended; whether the batch may have its group."""
+        statistics.ended += 1
         statistics.tally.add(made.tally)
         if made.group is None:
             statistics.lost += 1
@@ -209,10 +214,23 @@ class Pipeline:
 
     async def _judge(self, good: list[Group | None], statistics: StepStatistics) -> list[Group | None]:
         groups = [group for group in good if group is not None]
-        reasons = await self._filters.batch(groups)
+        try:
+            reasons = await self._filters.batch(groups)
+        except FilterFailed as error:
+            self._drop(groups, str(error), statistics.tally)
+            statistics.lost += len(groups)
+            return [group for group in good if group is None]
         statistics.rejected.update(reason for reason in reasons if reason is not None)
         kept = {id(group) for group, reason in zip(groups, reasons, strict=True) if reason is None}
         return [group for group in good if group is None or id(group) in kept]
+
+    def _drop(self, groups: Sequence[Group], reason: str, tally: Tally) -> None:
+        """Count groups that a filter failed on, as if they could not have been made."""
+        samples, tries = sum(len(group.samples) for group in groups), self._config.rollout.tries
+        tally.dropped += samples
+        tally.reasons[reason] += len(groups)
+        indices = [group.index for group in groups]
+        self._generation.report("sample_dropped", prompts=indices, samples=samples, tries=tries, reasons=[reason])
 
     def _bound(self, statistics: StepStatistics, wanted: int) -> None:
         rollout = self._config.rollout

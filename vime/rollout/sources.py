@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vime.config import Data
 from vime.errors import UserError
-from vime.import_path import load_function
+from vime.import_path import load_function, named_arguments
 from vime.rollout.problem import Problem
+from vime.rollout.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,11 @@ class Problems:
     held_out: tuple[Problem, ...]
 
 
-def load_problems(data: Data, seed: int) -> Problems:
+def load_problems(data: Data, seed: int, timeout: float) -> Problems:
     """All problems of `data`. A question that comes twice is kept once, so that it cannot be on both sides.
 
-    Raises UserError when a file or task is wrong, or when a side is empty.
+    timeout: seconds that a source of the user's may take. Not to be called from an event loop.
+    Raises UserError when a file, task or source is wrong, or when nothing is left for training.
     """
     if data.source == "reasoning_gym":
         found = _reasoning_gym(data, seed)
@@ -33,7 +38,7 @@ def load_problems(data: Data, seed: int) -> Problems:
         assert data.path is not None
         found = read_jsonl(data.path, data.prompt_key, data.answer_key)
     else:
-        found = _custom(data, seed)
+        found = _custom(data, seed, timeout)
     unique = _unique(found)
     if data.source == "jsonl" and data.eval_path is not None:
         held_out = _unique(read_jsonl(data.eval_path, data.prompt_key, data.answer_key))
@@ -143,14 +148,42 @@ def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Pro
     return Problem(prompt, str(answer), record)
 
 
-def _custom(data: Data, seed: int) -> list[Problem]:
+def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:
     """`function(data, seed)` gives an iterable of dicts with the prompt and answer keys of `data`."""
     function = load_function(data.source, "data.source")
+    offered = {"data": data, "seed": seed}
+    given = {name: offered[name] for name in named_arguments(function, offered, data.source, "data.source")}
+    records: list[Any] = []
+    calls = UserCalls(1)
     try:
-        records = list(function(data, seed))
-    except (Exception, SystemExit) as error:
-        raise UserError(f"data.source={data.source} raised {type(error).__name__}: {error}") from error
+        asyncio.run(calls.call(data.source, _collecting(function, records), timeout, "the prompts", **given))
+    except CallTookTooLong as error:
+        raise UserError(
+            f"data.source={error} (cluster.startup_timeout); it had given {len(records)} records"
+        ) from error
+    except CallFailed as error:
+        raise UserError(f"data.source={error}, after {len(records)} records") from error
+    finally:
+        calls.close()
     return [
         problem_of(record, f"data.source={data.source}, record {i}", data.prompt_key, data.answer_key)
         for i, record in enumerate(records)
     ]
+
+
+def _collecting(function: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
+    """`function`, a generator or not, async or not, so that what it gives is put into `records` one after the other."""
+    async def awaited(**given: Any) -> None:
+        records.extend(await function(**given))
+
+    async def generated(**given: Any) -> None:
+        async for record in function(**given):
+            records.append(record)
+
+    def returned(**given: Any) -> None:
+        for record in function(**given):
+            records.append(record)
+
+    if is_async(function):
+        return awaited
+    return generated if inspect.isasyncgenfunction(function) else returned

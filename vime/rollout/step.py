@@ -22,6 +22,8 @@ class StepStatistics:
     """In which nothing was: for a version, or for room in the buffer."""
     too_long: int = 0
     """Prompts that left no room for a response."""
+    ended: int = 0
+    """Prompts that were asked, with a group or without."""
     lost: int = 0
     """Prompts without a usable group."""
     discarded: int = 0
@@ -83,13 +85,11 @@ class StepStatistics:
     def explain(self) -> str:
         """How many prompts gave nothing, and the commonest reasons."""
         rejected, finished = self.rejected.total(), len(self.all_rewards)
-        total = self.lost + finished
         parts = []
         if self.lost:
             reasons = "; ".join(f"{count} x {reason}" for reason, count in self.tally.reasons.most_common(3))
-            parts.append(
-                f"{self.lost} of {total} prompts ({self.lost / total:.0%}) gave no group of samples: {reasons}"
-            )
+            share = f"{self.lost} of {self.ended} prompts ({self.lost / self.ended:.0%})"
+            parts.append(f"{share} gave no group of samples: {reasons}")
         if rejected:
             reasons = "; ".join(f"{count} x {reason}" for reason, count in self.rejected.most_common(3))
             parts.append(f"{rejected} of {finished} groups ({rejected / finished:.0%}) were filtered out: {reasons}")

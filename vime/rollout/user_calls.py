@@ -29,6 +29,10 @@ class CallFailed(Exception):
     """A function of the user's raised, or took too long. The text names the function and what happened."""
 
 
+class CallTookTooLong(CallFailed):
+    """It was cut off by its time limit."""
+
+
 class UserCalls:
     """Runs the user's functions. `threads`: blocking calls at work at once. `close` lets go of what still runs."""
 
@@ -36,20 +40,36 @@ class UserCalls:
         self._slots = asyncio.Semaphore(threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned = 0
-        self._printed: set[tuple[str, str, int]] = set()
+        self._printed: set[tuple[str, ...]] = set()
 
     async def call(self, name: str, function: Callable[..., Any], timeout: float, what: str, **arguments: Any) -> Any:
         """`function(**arguments)`, awaited when it is async, for at most `timeout` seconds of its own time.
 
-        `name` is its import path; `what` says on which sample, for the traceback that each new kind of error leaves on
-        stderr. Raises CallFailed for whatever the function raises, SystemExit and StopIteration too, and when the time
-        is over; UserError as it is, and when more than MOST_ABANDONED calls hang.
+        `name` is its import path; `what` says on which sample, for what each new kind of failure leaves on stderr.
+        Raises CallFailed for whatever the function raises, SystemExit and StopIteration too; CallTookTooLong when the
+        time is over; UserError as it is, and when more than MOST_ABANDONED calls hang.
         """
         function = functools.partial(function, **arguments)
         if is_async(function):
             return await self._in_loop(name, function, timeout, what)
         async with self._slots:
             return await self._in_thread(name, function, timeout, what)
+
+    async def call_again(
+        self, tries: int, name: str, function: Callable[..., Any], timeout: float, what: str, **arguments: Any
+    ) -> Any:
+        """`call`, up to `tries` times (at least 1) while it raises. One that hangs would only hang again.
+
+        Raises what `call` does, of the last try.
+        """
+        for _ in range(tries - 1):
+            try:
+                return await self.call(name, function, timeout, what, **arguments)
+            except CallTookTooLong:
+                raise
+            except CallFailed:
+                pass  # its traceback is on stderr
+        return await self.call(name, function, timeout, what, **arguments)
 
     def close(self) -> None:
         """Ends the loop of async functions; threads that hang die with the process."""
@@ -64,7 +84,7 @@ class UserCalls:
         if not done:
             self._abandon(name, timeout)
             future.add_done_callback(self._returned)
-            raise CallFailed(f"{name} took more than {timeout:g} s")
+            raise self._too_long(name, timeout, what)
         return self._result(future, name, what)
 
     async def _in_loop(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
@@ -81,7 +101,7 @@ class UserCalls:
             if self._loop is loop and not await _alive(loop):
                 self._loop = None  # the next call starts another
                 self._abandon(name, timeout)
-            raise CallFailed(f"{name} took more than {timeout:g} s")
+            raise self._too_long(name, timeout, what)
         value, error = wrapped.result()
         settled: Future[Any] = Future()
         if error is None:
@@ -96,20 +116,23 @@ class UserCalls:
         error = error.inner if isinstance(error, _Raised) else error
         if isinstance(error, UserError):
             raise error
-        self._print(name, error, what)
+        frames = traceback.extract_tb(error.__traceback__)
+        place = (frames[-1].filename, str(frames[-1].lineno)) if frames else ()
+        shown = "".join(traceback.format_exception(error))
+        head = f"{name} failed on {what} (further failures at this place are only counted):"
+        self._print_once((name, type(error).__name__, *place), f"{head}\n{shown}")
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         raise CallFailed(f"{name} raised {text}") from error
 
-    def _print(self, name: str, error: BaseException, what: str) -> None:
-        """The traceback, once for each function, type of error and place."""
-        frames = traceback.extract_tb(error.__traceback__)
-        last = frames[-1] if frames else None
-        key = (f"{name} {type(error).__name__}", last.filename if last else "", (last.lineno or 0) if last else 0)
-        if key in self._printed:
-            return
-        self._printed.add(key)
-        text = "".join(traceback.format_exception(error))
-        print(f"{name} failed on {what} (further failures at this place are only counted):\n{text}", file=sys.stderr)
+    def _too_long(self, name: str, timeout: float, what: str) -> CallTookTooLong:
+        text = f"{name} took more than {timeout:g} s"
+        self._print_once((name, "too long"), f"{text} on {what} (further calls that do are only counted)")
+        return CallTookTooLong(text)
+
+    def _print_once(self, kind: tuple[str, ...], text: str) -> None:
+        if kind not in self._printed:
+            self._printed.add(kind)
+            print(text, file=sys.stderr)
 
     def _abandon(self, name: str, timeout: float) -> None:
         self._abandoned += 1
