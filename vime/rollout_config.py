@@ -52,11 +52,14 @@ class Rollout(Section):
     batch_filter: ImportPath | None = None
     """module:function that is given the groups of a whole batch and says which to keep. Others are replaced."""
     over_sampling: float = Field(1.0, ge=1)
-    """Prompts that are started at once, as a multiple of those that the batch still misses."""
+    """Prompts that are started at once, as a multiple of those that the batch still misses. The surplus goes into the
+    next batch, responses under way too; what buffer.max_staleness forbids (with 0 all of it) is discarded and made
+    anew, unless mask_off_policy leaves something to train on."""
     filter_tries: int = Field(10, ge=1)
     """Prompts that may be filtered out in one step, as a multiple of `prompts_per_step`, before the run ends."""
     mask_off_policy: bool = False
-    """Train only on the tokens that the newest of a sample's versions sampled, when weights changed while it ran."""
+    """Train only on the tokens that the newest of a sample's versions sampled, when weights changed while it ran. Older
+    tokens then do not count as stale: over-sampled responses under way are kept with any buffer.max_staleness."""
     reward_timeout: float = Field(60.0, gt=0)
     """Seconds one call of a reward function, of `data.format`, or of a group or batch filter may take."""
     reward_threads: int = Field(32, ge=1)
@@ -81,9 +84,10 @@ class Buffer(Section):
     """The bridge between the speeds of generation and training."""
 
     max_staleness: int = Field(0, ge=0)
-    """How many versions a batch may lag behind the policy it trains. 0: strictly on-policy, trainers and engines take
-    turns. 1: the next batch is generated while one is trained. k: generation goes on through the weight updates, up to
-    k versions ahead."""
+    """How many versions the tokens a batch trains on may lag behind the policy. 0: strictly on-policy, trainers and
+    engines take turns; over-sampled responses under way are discarded, unless rollout.mask_off_policy is on. 1: the
+    next batch is generated while one is trained. k: generation goes on through the weight updates, up to k versions
+    ahead."""
     max_bytes: int = Field(1 << 34, ge=1 << 20)
     """Unconsumed data at which the generator waits."""
     groups_per_chunk: int = Field(8, ge=1)

@@ -62,12 +62,18 @@ class Engine:
     hold: Callable[[int], asyncio.Event | None] = lambda number: None
     cancelled: list[int] = field(default_factory=list)
     pause: Callable[[], float] | None = None
+    old: Callable[[int, int], bool] = lambda number, sample: False
+    """Whether a sample of a prompt had ended before the weights changed."""
+    busy: int = 0
+    most_busy: int = 0
 
     async def complete(
         self, prompt: list[int], samples: int, max_tokens: int, sampling: Sampling, seed: int
     ) -> list[Completion]:
         number = prompt[0]
         self.asked.append((number, samples, seed))
+        self.busy += 1
+        self.most_busy = max(self.most_busy, self.busy)
         started = self.served.version
         held = self.hold(number)
         try:
@@ -77,12 +83,18 @@ class Engine:
         except asyncio.CancelledError:
             self.cancelled.append(number)
             raise
+        finally:
+            self.busy -= 1
         texts = [self.script(number, seed + i) for i in range(samples)]
         ids = [[ord(letter) for letter in text] + [END] for text in texts]
         ended = self.served.version
-        rows = [[0, started]] + ([[1, ended]] if ended > started else [])
-        versions = np.array(rows, np.int32)
-        return [Completion(np.array(i, np.int32), np.zeros(len(i), np.float32), "stop", versions) for i in ids]
+        first = np.array([[0, started]], np.int32)
+        spanning = np.array([[0, started], [1, ended]], np.int32) if ended > started else first
+        versions = [first if self.old(number, i) else spanning for i in range(samples)]
+        return [
+            Completion(np.array(i, np.int32), np.zeros(len(i), np.float32), "stop", rows)
+            for i, rows in zip(ids, versions, strict=True)
+        ]
 
 
 def reward_of(response: str) -> float | None:
@@ -511,6 +523,92 @@ def test_over_sampling_starts_more_and_gives_the_surplus_back() -> None:
     asyncio.run(run())
 
 
+def test_what_is_begun_anew_keeps_to_the_concurrency_too() -> None:
+    """The first prompt is slow; five others have ended behind it, and four of them are of no use to the next batch."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "g", 2, over_sampling=3.0, concurrency=2)
+        first = asyncio.Event()
+        made.engine.hold = lambda number: first if number == 0 else None
+        batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.2)
+        first.set()
+        assert indices((await batch)[1]) == [0, 1]
+        assert {number for number, _, _ in made.engine.asked} == {0, 1, 2, 3, 4, 5}
+        made.served.set(1)
+        statistics, kept, _ = await made.batch()
+        assert indices(kept) == [2, 3]
+        assert statistics.metrics(2)["rollout/discarded_samples"] == 8
+        assert made.engine.most_busy == 2
+        made.pipeline.close()
+
+    asyncio.run(run())
+
+
+def test_with_the_mask_what_is_under_way_is_kept_on_policy() -> None:
+    """Strictly on-policy with partial rollouts: of the surplus, what has ended with the old weights starts anew, what
+    is still under way goes on with the new ones, and only their tokens are trained on."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "gg", 3, over_sampling=2.0, concurrency=16, mask_off_policy=True)
+        slow = asyncio.Event()
+        made.engine.hold = lambda number: slow if number in (3, 5) else None
+        _, kept, _ = await made.batch()
+        assert indices(kept) == [0, 1, 2]
+        await asyncio.sleep(0.05)
+        made.served.set(1)
+        next_batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.05)
+        assert [number for number, _, _ in made.engine.asked].count(4) == 2, "at once, not when its turn comes"
+        slow.set()
+        statistics, kept, cursor = await next_batch
+        made.pipeline.close()
+        assert indices(kept) == [3, 4, 5]
+        assert cursor == {"epoch": 0, "position": 6}
+        assert made.engine.cancelled == []
+        for group in kept:
+            for sample in group.samples:
+                assert sample.versions.tolist() == ([[0, 1]] if group.index == 4 else [[0, 0], [1, 1]])
+                assert sample.loss_mask.tolist() == ([1, 1, 1] if group.index == 4 else [0, 1, 1])
+        metrics = statistics.metrics(2)
+        assert metrics["rollout/discarded_samples"] == 2
+        assert metrics["rollout/staleness/max"] == 0
+        assert metrics["rollout/spanning_ratio"] == pytest.approx(2 / 3)
+
+    asyncio.run(run())
+
+
+def test_with_the_mask_samples_of_old_weights_alone_are_not_trained_on() -> None:
+    """One response of a group ends before the update, the other goes on; and a group whose reward came too late."""
+
+    async def run() -> None:
+        made = Run(lambda number, seed: "gg", 1, over_sampling=3.0, concurrency=16, mask_off_policy=True)
+        slow = asyncio.Event()
+        made.engine.hold = lambda number: slow if number > 0 else None
+        made.engine.old = lambda number, sample: (number, sample) == (1, 0) or number == 2
+        await made.batch()
+        made.served.set(1)
+        next_batch = asyncio.create_task(made.batch())
+        await asyncio.sleep(0.05)
+        slow.set()
+        statistics, (group,), _ = await next_batch
+        assert group.index == 1
+        assert [sample.versions.tolist() for sample in group.samples] == [[[0, 0]], [[0, 0], [1, 1]]]
+        assert [sample.loss_mask.tolist() for sample in group.samples] == [[0, 0, 0], [0, 1, 1]]
+        assert statistics.metrics(2)["rollout/staleness/max"] == 0
+        assert statistics.metrics(2)["rollout/discarded_samples"] == 0
+        made.engine.old = lambda number, sample: False
+        made.step -= 1  # the batch is trained on version 1 too
+        statistics, (group,), cursor = await made.batch()
+        assert group.index == 2
+        assert [sample.versions.tolist() for sample in group.samples] == [[[0, 1]]] * 2, "it was made anew"
+        assert statistics.metrics(2)["rollout/discarded_samples"] == 2
+        assert cursor == {"epoch": 0, "position": 3}
+        made.pipeline.close()
+
+    asyncio.run(run())
+
+
 def test_no_prompt_starts_before_the_version_that_its_batch_allows() -> None:
     """Strictly on-policy: nothing of the next batch is asked while this one is trained."""
 
@@ -619,9 +717,17 @@ def test_seeds_of_requests_lie_far_apart() -> None:
     over_sampling=st.sampled_from([1.0, 1.5, 3.0]),
     bad=st.sets(st.integers(0, 40), max_size=8),
     equal=st.sets(st.integers(0, 40), max_size=8),
+    mask=st.booleans(),
 )
 def test_any_speeds_and_failures_give_the_batches_of_the_stream(
-    seed: int, staleness: int, prompts: int, concurrency: int, over_sampling: float, bad: set[int], equal: set[int]
+    seed: int,
+    staleness: int,
+    prompts: int,
+    concurrency: int,
+    over_sampling: float,
+    bad: set[int],
+    equal: set[int],
+    mask: bool,
 ) -> None:
     """Batches are full, in the order of the stream, without a group lost or doubled, and never older than allowed."""
     rng = random.Random(seed)
@@ -642,7 +748,9 @@ def test_any_speeds_and_failures_give_the_batches_of_the_stream(
             group_filter="nonzero_std",
             tries=9,
             filter_tries=9,
+            mask_off_policy=mask,
         )
+        made.engine.old = lambda number, sample: rng.random() < 0.3
         made.engine.pause = lambda: rng.choice([0, 0, 0.001, 0.004])
         batches = position = 0
 
@@ -661,7 +769,11 @@ def test_any_speeds_and_failures_give_the_batches_of_the_stream(
             position = wanted[-1] + 1
             assert cursor == {"epoch": 0, "position": position}
             for group in kept:
-                assert all(step - 1 - staleness <= sample.oldest_version < step for sample in group.samples)
+                trained = [sample.version_per_token()[sample.loss_mask == 1] for sample in group.samples]
+                seen = np.concatenate(trained)
+                assert len(seen)
+                assert step - 1 - staleness <= seen.min() <= seen.max() < step
+                assert mask or len(seen) == sum(sample.response_length for sample in group.samples)
             batches = step
         training.cancel()
         made.pipeline.close()

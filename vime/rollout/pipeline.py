@@ -3,6 +3,10 @@
 The order of the stream is the order of the batches, whatever comes back first, so that which prompts a step trains on
 does not depend on the speed of anything. A prompt is started when the batch that it can fall into at the latest may
 still be trained on the version that is served now; being lost or filtered out before it only moves it forward.
+
+What over-sampling has begun beyond a batch's need goes on into the next one, through the weight update. What would be
+older than `buffer.max_staleness` allows is discarded and made anew; with `rollout.mask_off_policy` only what has no
+token of an allowed version is, since older tokens are not trained on then.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from vime.buffer.sample import Group
 from vime.config import Config
@@ -41,13 +47,13 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Started:
-    """A prompt under way. version: served when it was started, so that no token of it is older."""
+    """A prompt at its place in the stream. version: served when it was started, so that no token of it is older."""
 
     prompt: Prompt
     cursor: dict[str, int]
     version: int
     task: asyncio.Task[_Made] | None
-    """None: an earlier attempt has written its group."""
+    """None: an earlier attempt has written its group, or what was made of it is discarded and it has to start anew."""
 
 
 class Pipeline:
@@ -75,7 +81,6 @@ class Pipeline:
         self._written = written
         self._teacher = teacher
         self._running: deque[_Started] = deque()
-        self._returned: deque[tuple[Prompt, dict[str, int]]] = deque()
         self._busy = 0
         self._idle_since: float | None = time.monotonic()
         self._idle = 0.0
@@ -96,7 +101,7 @@ class Pipeline:
         filtered_before, dropped_before = self._feed.filtered, self._feed.dropped
         oldest = step - 1 - config.buffer.max_staleness
         await self._served.reach(oldest, config.buffer.wait_timeout)
-        statistics.discarded = self._discard(oldest) * config.rollout.samples_per_prompt
+        self._discard(oldest, statistics)
         good: list[Group | None] = []
         cursor: dict[str, int] = {}
         while len(good) < wanted:
@@ -109,12 +114,16 @@ class Pipeline:
                     good.append(None)
                     continue
                 made = started.task.result()
-                if self._count(made, statistics) and made.group is not None:
-                    _require_fresh(made.group, oldest, step)
-                    good.append(made.group)
+                if started.version < oldest and _outdated(made.group, oldest):  # the update came as it was being scored
+                    self._running.appendleft(self._given_up(started, statistics))
+                elif self._count(made, statistics) and made.group is not None:
+                    if started.version >= oldest:
+                        _require_fresh(made.group, oldest, step)
+                    allowed = _masked(made.group, oldest)
+                    good.append(allowed)
                     if not self._filters.whole_batches:
-                        statistics.add(made.group)
-                        await keep(made.group)
+                        statistics.add(allowed)
+                        await keep(allowed)
                 self._bound(statistics, wanted)
                 await self._start(step, len(good))
             if len(good) == wanted and self._filters.whole_batches:
@@ -142,6 +151,9 @@ class Pipeline:
         """Start as many prompts as the engines, staleness and the end of the run allow."""
         rollout = self._config.rollout
         wanted = rollout.prompts_per_step
+        for place, started in enumerate(list(self._running)):
+            if self._busy < rollout.concurrency and started.task is None and not self._is_written(started.prompt):
+                self._running[place] = self._begin(started.prompt, started.cursor)
         for_this = math.ceil((wanted - good) * rollout.over_sampling)
         while self._busy < rollout.concurrency:
             ahead = len(self._running)
@@ -152,17 +164,21 @@ class Pipeline:
             await self._start_one()
 
     async def _start_one(self) -> None:
-        if self._returned:
-            prompt, cursor = self._returned.popleft()
+        prompt = await self._feed.take()
+        cursor = self._feed.cursor()
+        if self._is_written(prompt):
+            self._running.append(_Started(prompt, cursor, self._served.version, None))
         else:
-            prompt = await self._feed.take()
-            cursor = self._feed.cursor()
-        task = None
-        if prompt.index not in self._written:
-            task = asyncio.create_task(self._make(prompt))
-            self._count_busy(1)
-            task.add_done_callback(self._ended)
-        self._running.append(_Started(prompt, cursor, self._served.version, task))
+            self._running.append(self._begin(prompt, cursor))
+
+    def _begin(self, prompt: Prompt, cursor: dict[str, int]) -> _Started:
+        task = asyncio.create_task(self._make(prompt))
+        self._count_busy(1)
+        task.add_done_callback(self._ended)
+        return _Started(prompt, cursor, self._served.version, task)
+
+    def _is_written(self, prompt: Prompt) -> bool:
+        return prompt.index in self._written
 
     async def _make(self, prompt: Prompt) -> _Made:
         group, tally = await self._generation.group(prompt)
@@ -195,9 +211,10 @@ class Pipeline:
 
     def _head_done(self) -> bool:
         if not self._running:
-            return False  # discarded ones have yet to end before others may start
-        task = self._running[0].task
-        return task is None or task.done()
+            return False
+        head = self._running[0]
+        # One that was discarded may have to wait for others to end before it starts anew.
+        return self._is_written(head.prompt) if head.task is None else head.task.done()
 
     def _count(self, made: _Made, statistics: StepStatistics) -> bool:
         """Count a prompt that has ended; whether the batch may have its group."""
@@ -238,22 +255,24 @@ class Pipeline:
         if statistics.lost >= wanted * rollout.tries or rejected >= wanted * rollout.filter_tries:
             raise TooManyLost(statistics.explain())
 
-    def _discard(self, oldest: int) -> int:
-        """Give up what was started, beyond a batch's need, with a version that no later batch may have.
+    def _discard(self, oldest: int, statistics: StepStatistics) -> None:
+        """Give up what was started, beyond a batch's need, with a version that this batch may not have.
 
-        Its prompts come next again. Returns how many.
+        With the mask of off-policy tokens that is what has ended without a token that it may have.
         """
-        stale = [started for started in self._running if started.version < oldest and started.task is not None]
-        if not stale:
-            return 0
-        # All of them, so that the order of the stream stays.
-        for started in reversed(self._running):
-            if started.task is not None:
-                started.task.cancel()
-            self._returned.appendleft((started.prompt, started.cursor))
-        count = len(self._running)
-        self._running.clear()
-        return count
+        for place, started in enumerate(list(self._running)):
+            if started.task is None or started.version >= oldest:
+                continue
+            partial = not started.task.done() or not _outdated(started.task.result().group, oldest)
+            if not (partial and self._config.rollout.mask_off_policy):
+                self._running[place] = self._given_up(started, statistics)
+
+    def _given_up(self, started: _Started, statistics: StepStatistics) -> _Started:
+        """The same prompt, to be started anew at its place in the stream."""
+        assert started.task is not None
+        started.task.cancel()
+        statistics.discarded += self._config.rollout.samples_per_prompt
+        return replace(started, task=None)
 
     def _count_busy(self, change: int) -> None:
         now = time.monotonic()
@@ -277,3 +296,19 @@ def _require_fresh(group: Group, oldest: int, step: int) -> None:
             f"a group of the batch of step {step} was sampled by version {seen}, older than {oldest}, the oldest that"
             " buffer.max_staleness allows: an engine serves other weights than the trainer said"
         )
+
+
+def _outdated(group: Group | None, oldest: int) -> bool:
+    """Whether there is a group, and no token of it was sampled by `oldest` or a newer version."""
+    return group is not None and all(sample.newest_version < oldest for sample in group.samples)
+
+
+def _masked(group: Group, oldest: int) -> Group:
+    """The group without tokens to train on in those samples that no version from `oldest` on has sampled."""
+    if all(sample.newest_version >= oldest for sample in group.samples):
+        return group
+    samples = (
+        sample if sample.newest_version >= oldest else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        for sample in group.samples
+    )
+    return replace(group, samples=tuple(samples))
