@@ -29,7 +29,7 @@ LIMITS = Limits(context=40, stop_token_ids=(0,), max_response=20)
 
 async def render(problem: Problem) -> list[int]:
     if problem.prompt == "!":
-        raise FormatFailed("no !")
+        raise FormatFailed("no !", "prompt !")
     return [ord(letter) for letter in str(problem.prompt)]
 
 
@@ -117,7 +117,7 @@ def test_a_prompt_that_the_format_fails_on_is_left_out_and_reported(tmp_path: Pa
     held_out = [Problem(c, "y") for c in ("be", "!", "c")]
     (own,) = asyncio.run(evaluation_tasks(config, held_out, render, LIMITS, lambda event, **f: events.append(f)))
     assert {prompt.problem.prompt for prompt in own.prompts} == {"be", "c"}
-    assert events == [{"reason": "no !"}]
+    assert events == [{"prompt": held_out[1].uid, "reason": "no !"}]
 
 
 def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def of_other_arguments(text: str) -> list[int]:
 @pytest.mark.parametrize("returned", [None, [], "ab", [1.5], {"input_ids": [1]}, [-1], [1 << 20], 7, [[1]]])
 def test_what_is_no_list_of_token_ids_fails_this_prompt_alone(tokenizer: Any, returned: Any) -> None:
     data = Data(format=f"{HERE}:as_recorded")
-    text = f"data.format={HERE}:as_recorded must return a list of token ids from 0 to .* did not on prompt .*'q'"
+    text = f"data.format={HERE}:as_recorded returned no list of token ids from 0 to .*, on prompt .*'q'"
     with pytest.raises(FormatFailed, match=text):
         rendered(data, tokenizer, Problem("q", "", {"returned": returned}))
     assert rendered(data, tokenizer, Problem("q", "", {"returned": [3, 4]})) == [3, 4]
@@ -146,7 +146,7 @@ async def blocks(record: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("name", ["hangs", "waits_for_ever", "blocks"])
 def test_a_format_that_hangs_is_cut_off(tokenizer: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.monotonic()
-    text = r"took more than 0.1 s \(rollout.reward_timeout\) on prompt \w{16}, 'q'$"
+    text = r"took more than 0.1 s \(rollout.reward_timeout\), on prompt \w{16}, 'q'$"
     with pytest.raises(FormatFailed, match=f"^data.format={HERE}:{name} {text}"):
         rendered(Data(format=f"{HERE}:{name}"), tokenizer, Problem("q", ""), reward_timeout=0.1)
     assert time.monotonic() - begun < 5

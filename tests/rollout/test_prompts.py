@@ -48,7 +48,7 @@ def test_a_cursor_of_other_data_is_refused() -> None:
 
 async def by_length(problem: Problem) -> list[int]:
     if problem.answer == "":
-        raise FormatFailed(f"no length for {problem.prompt}")
+        raise FormatFailed("no length", f"prompt {problem.prompt}")
     return [7] * int(problem.answer)
 
 
@@ -91,7 +91,7 @@ def test_prompts_that_the_format_fails_on_are_dropped_and_counted() -> None:
     assert [(prompt.index, len(prompt.token_ids)) for prompt in made.take(4)] == [(0, 1), (3, 2), (5, 1), (8, 2)]
     assert (made.feed.filtered, made.feed.dropped) == (2, 3 * 4)
     assert made.events[0] == {
-        "event": "sample_dropped", "prompt": 1, "samples": 4, "tries": 2, "reasons": ["no length for q1"]
+        "event": "sample_dropped", "prompt": 1, "samples": 4, "tries": 2, "reasons": ["no length"]
     }  # fmt: skip
     assert [event["prompt"] for event in made.events] == [1, 4, 6]
 
@@ -99,9 +99,9 @@ def test_prompts_that_the_format_fails_on_are_dropped_and_counted() -> None:
 def test_a_format_that_fails_on_and_on_ends_the_run() -> None:
     """As many prompts in a row as a step may lose; other ends of an epoch are told apart."""
     made = Fed(*[None] * 9, 1)
-    with pytest.raises(UserError, match=r"^4 prompts in a row could not be made, at last: no length for q3$"):
+    with pytest.raises(UserError, match=r"^4 prompts in a row could not be made, at last: no length, on prompt q3$"):
         made.take(1)
-    with pytest.raises(UserError, match=r"^2 prompts in a row could not be made, at last: no length for q1$"):
+    with pytest.raises(UserError, match=r"^2 prompts in a row could not be made, at last: no length, on prompt q1$"):
         Fed(None, None).take(1)
     with pytest.raises(UserError, match=r"^none of the 2 prompts leaves room"):
         Fed(20, None, 30).take(1)

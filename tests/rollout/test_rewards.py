@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import threading
@@ -233,10 +234,14 @@ def test_whatever_a_function_raises_is_its_own(name: str, text: str) -> None:
     assert reason.startswith(f"data.reward={HERE}:{name} raised {text}")
 
 
-def test_a_traceback_is_printed_once_for_each_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_printed_once_for_each_place(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert len(score(f"{HERE}:raises_for_one", [""] * 6)) == 6
-    printed = capsys.readouterr().err
+    gc.collect()
+    printed = capsys.readouterr().err + caplog.text
     assert printed.count("Traceback") == 1
+    assert printed.count("division by zero") == 1, "nor does asyncio speak of it"
     assert "ZeroDivisionError" in printed
     assert f"{HERE}:raises_for_one failed on sample" in printed
     assert PROBLEM.uid in printed

@@ -154,7 +154,7 @@ async def _fitting(problems: Sequence[Problem], render: Format, limits: Limits, 
         try:
             prompt = await fit(index, problem, render, limits)
         except FormatFailed as error:
-            report("evaluation_prompt_left_out", reason=str(error))
+            report("evaluation_prompt_left_out", prompt=problem.uid, reason=error.reason)
             continue
         if prompt is not None:
             prompts.append(prompt)

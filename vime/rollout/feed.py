@@ -78,7 +78,7 @@ class PromptFeed:
                 prompt = await fit(index, problem, self._render, self._limits)
             except FormatFailed as error:
                 failed += 1
-                self._drop(index, str(error))
+                self._drop(index, error.reason)
                 if failed == min(most, self._count):
                     raise UserError(f"{failed} prompts in a row could not be made, at last: {error}") from error
                 continue

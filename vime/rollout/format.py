@@ -26,6 +26,11 @@ PROBES = 3
 class FormatFailed(Exception):
     """A `data.format` of the user's gave no prompt for a problem. The text names function and problem."""
 
+    def __init__(self, reason: str, problem: str) -> None:
+        """`reason` is the same for other problems that fail alike."""
+        super().__init__(f"{reason}, on {problem}")
+        self.reason = reason
+
 
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a Hugging Face folder, without the network and without code from the folder."""
@@ -120,13 +125,11 @@ def _custom(path: str, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Fo
         try:
             ids = _ids(await calls.call_again(rollout.tries, path, function, limit, what, **given), size)
         except CallTookTooLong as error:
-            raise FormatFailed(f"data.format={error} (rollout.reward_timeout) on {what}") from error
+            raise FormatFailed(f"data.format={error} (rollout.reward_timeout)", what) from error
         except CallFailed as error:
-            raise FormatFailed(f"data.format={error}, on {what}") from error
+            raise FormatFailed(f"data.format={error}", what) from error
         if not ids:
-            raise FormatFailed(
-                f"data.format={path} must return a list of token ids from 0 to {size - 1}, and did not on {what}"
-            )
+            raise FormatFailed(f"data.format={path} returned no list of token ids from 0 to {size - 1}", what)
         return _checked(ids, tokenizer, f"data.format={path}")
 
     return custom

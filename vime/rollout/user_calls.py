@@ -24,6 +24,9 @@ MOST_ABANDONED = 64
 BLOCKED_SECONDS = 2.0
 """An event loop that does nothing for so long after a call's time is over is blocked by that call."""
 
+_Outcome = tuple[Any, BaseException | None]
+"""What a call returned, or what it raised: a future cannot carry StopIteration or SystemExit."""
+
 
 class CallFailed(Exception):
     """A function of the user's raised, or took too long. The text names the function and what happened."""
@@ -78,14 +81,14 @@ class UserCalls:
             self._loop = None
 
     async def _in_thread(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
-        future: Future[Any] = Future()
+        future: Future[_Outcome] = Future()
         threading.Thread(target=_settle, args=(future, function), daemon=True, name=f"vime {name}").start()
         done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout)
         if not done:
             self._abandon(name, timeout)
             future.add_done_callback(self._returned)
             raise self._too_long(name, timeout, what)
-        return self._result(future, name, what)
+        return self._result(future.result(), name, what)
 
     async def _in_loop(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
         loop = self._loop = self._loop or _start_loop()
@@ -102,18 +105,12 @@ class UserCalls:
                 self._loop = None  # the next call starts another
                 self._abandon(name, timeout)
             raise self._too_long(name, timeout, what)
-        value, error = wrapped.result()
-        settled: Future[Any] = Future()
+        return self._result(wrapped.result(), name, what)
+
+    def _result(self, outcome: _Outcome, name: str, what: str) -> Any:
+        value, error = outcome
         if error is None:
             return value
-        settled.set_exception(error)
-        return self._result(settled, name, what)
-
-    def _result(self, future: Future[Any], name: str, what: str) -> Any:
-        error = future.exception()
-        if error is None:
-            return future.result()
-        error = error.inner if isinstance(error, _Raised) else error
         if isinstance(error, UserError):
             raise error
         frames = traceback.extract_tb(error.__traceback__)
@@ -143,14 +140,6 @@ class UserCalls:
         self._abandoned -= 1
 
 
-class _Raised(Exception):
-    """Carries what a future cannot: StopIteration, SystemExit, KeyboardInterrupt."""
-
-    def __init__(self, inner: BaseException) -> None:
-        super().__init__(str(inner))
-        self.inner = inner
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await: an async function, a partial of one, or an object whose call is."""
     while isinstance(function, functools.partial):
@@ -160,22 +149,20 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
+def _settle(future: Future[_Outcome], function: Callable[[], Any]) -> None:
     try:
-        value = function()
+        future.set_result((function(), None))
     except BaseException as error:  # noqa: BLE001 - SystemExit of a reward ends the sample, not the thread's work
-        future.set_exception(_Raised(error))
-    else:
-        future.set_result(value)
+        future.set_result((None, error))
 
 
-async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+async def _caught(function: Callable[[], Any]) -> _Outcome:
     try:
         return await function(), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the loop
-        return None, _Raised(error)
+        return None, error
 
 
 def _start_loop() -> asyncio.AbstractEventLoop:
