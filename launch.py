@@ -14,9 +14,8 @@ from pathlib import Path
 try:
     from vime.compose import compose, refuse_repeated
     from vime.config import Config
-    from vime.errors import UserError
+    from vime.errors import UserError, did_you_mean
     from vime.plan import make_plan
-    from vime.suggest import did_you_mean
 except ModuleNotFoundError as missing:
     text = f"launch.py: {missing.name} is not installed here; run `make venv` and use .venv/bin/python"
     print(text, file=sys.stderr)

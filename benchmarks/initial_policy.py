@@ -11,7 +11,7 @@ from pathlib import Path
 from vime.compose import compose
 from vime.launch.stop_signals import StopSignals
 from vime.launch.supervisor import initial_policy
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 if __name__ == "__main__":
     signals = StopSignals()

@@ -25,7 +25,7 @@ from vime.buffer.sample import Group, Sample
 from vime.config import Algorithm, Cluster, Config, Model, Rollout, TinyModel, Training
 from vime.models.routing import Routing
 from vime.rollout.routes import decode_routes
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 AIR = Routing(layers=46, moe_layers=tuple(range(1, 46)), experts=128, top_k=8)
 STAGES = 2

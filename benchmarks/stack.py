@@ -16,8 +16,8 @@ from vime.buffer.control import Control
 from vime.compose import dump_resolved
 from vime.config import Cluster, Config, Data, Model, Rollout, Training, Weights
 from vime.launch.commands import thread_counts
-from vime.role import Role
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 STARTUP, STOP = 300.0, 15.0
 CONTEXT = 128

@@ -19,7 +19,7 @@ from vime.buffer.chunk import write_chunk
 from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
 from vime.config import Cluster, Config, Model, Rollout, TinyModel, Training
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 RANKS = 2
 GROUP = 8

@@ -17,7 +17,7 @@ from benchmarks.row import Row
 from benchmarks.stack import serve
 from vime.config import Config, TinyModel
 from vime.models.tiny import make_tiny
-from vime.role import Role
+from vime.run.role import Role
 
 RANKS = 2
 MODELS = {

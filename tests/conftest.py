@@ -20,8 +20,8 @@ from vime.buffer.control import Control
 from vime.compose import dump_resolved
 from vime.config import Cluster, Config, Data, Evaluation, Model, Rollout, TinyModel, Training, Weights
 from vime.models.tiny import make_tiny
-from vime.role import Role
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 STARTUP = 300.0
 

@@ -9,7 +9,7 @@ import pytest
 import launch
 from vime.compose import compose, dump_resolved, load_resolved, override_resolved
 from vime.errors import UserError
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
 

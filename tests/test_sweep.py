@@ -9,7 +9,7 @@ import pytest
 
 from vime.compose import compose
 from vime.errors import UserError
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 from vime.sweep import Sweep, look, read_sweep
 
 

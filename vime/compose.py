@@ -15,10 +15,9 @@ from pydantic import BaseModel, ValidationError
 from vime import yaml_file
 from vime.config import Cluster, Config, Model
 from vime.config_error import dotted, explain, place_of, real_path
-from vime.errors import UserError
+from vime.errors import UserError, did_you_mean
 from vime.model_shape import read_shape
 from vime.sizes import check_sizes
-from vime.suggest import did_you_mean
 from vime.yaml_file import KeyPath, Place
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vime.suggest import did_you_mean, nearest
+from vime.errors import did_you_mean, nearest
 from vime.yaml_file import KeyPath, Place
 
 _EXPECTED = {

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from vime import yaml_file
-from vime.errors import UserError
-from vime.run_dir import RunDir
-from vime.suggest import did_you_mean
+from vime.errors import UserError, did_you_mean
+from vime.run.directory import RunDir
 from vime.yaml_file import Document, KeyPath
 
 KEYS = ("grid", "zip", "set", "parallel", "name", "cluster", "recipe")

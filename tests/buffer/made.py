@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vime.buffer.control import Control
 from vime.buffer.sample import Group, Sample
-from vime.role import Role
+from vime.run.role import Role
 
 LAYERS, TOP_K = 3, 2
 

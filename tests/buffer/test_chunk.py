@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from tests.buffer.made import assert_same, group_lists, make_group, make_sample
 from vime.buffer.chunk import Chunk, read_samples, write_chunk
-from vime.buffer.errors import BufferFault
 from vime.buffer.sample import Group, Sample
+from vime.errors import BufferFault
 
 QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -231,7 +231,7 @@ from pathlib import Path
 import numpy as np
 from tests.buffer.made import make_sample
 from vime.buffer.chunk import write_chunk
-from vime.buffer.errors import BufferFault
+from vime.errors import BufferFault
 from vime.buffer.sample import Group
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 big = make_sample(np.random.default_rng(0), 10, 100_000)

@@ -15,8 +15,7 @@ import pytest
 
 from tests.buffer.made import connect
 from vime.buffer.control import BatchMessage, Control, EngineAddress, EngineMessage, StopMessage
-from vime.buffer.errors import BadMessage, ControlLost
-from vime.errors import WaitTimeout
+from vime.errors import BadMessage, ControlLost, WaitTimeout
 
 CLIENT = "import sys; from tests.buffer.made import connect; c = connect(int(sys.argv[1])); "
 

@@ -15,10 +15,10 @@ from tests.buffer.crash import forked
 from tests.buffer.made import connect
 from tests.buffer.test_writer import CONFIG, PER_BATCH, assert_complete, write_batches
 from vime.buffer.control import BatchMessage, Control
-from vime.buffer.files import commit
 from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.files import commit
 
 STEPS, SAVE_EVERY = 5, 2
 PATIENCE = 300.0

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.buffer.made import make_group, make_sample
 from vime.buffer.chunk import ChunkInfo
-from vime.buffer.errors import BufferFault
 from vime.buffer.manifest import Entry, Manifest, collect, committed, entries, pad_to_multiple, read_manifest
 from vime.buffer.sample import Group
+from vime.errors import BufferFault
 
 
 def make_manifest(step: int, chunks: list[str]) -> Manifest:

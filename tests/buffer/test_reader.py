@@ -10,12 +10,11 @@ import pytest
 
 from tests.buffer.made import assert_same, make_group
 from vime.buffer.control import BatchMessage, Control
-from vime.buffer.errors import BufferFault
 from vime.buffer.reader import BufferReader
 from vime.buffer.writer import BufferWriter
 from vime.config import Buffer
-from vime.errors import WaitTimeout
-from vime.run_dir import RunDir
+from vime.errors import BufferFault, WaitTimeout
+from vime.run.directory import RunDir
 
 CONFIG = Buffer(groups_per_chunk=2, file_timeout=1.0)
 GROUPS = [make_group(index, 3, experts=300) for index in range(5)]

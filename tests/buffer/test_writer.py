@@ -17,13 +17,12 @@ import pytest
 from tests.buffer.crash import forked
 from tests.buffer.made import assert_same, connect, make_group
 from vime.buffer.control import BatchMessage, Control
-from vime.buffer.errors import BufferFault
 from vime.buffer.manifest import Manifest, committed
 from vime.buffer.reader import BufferReader
 from vime.buffer.writer import BufferWriter, Resumed
 from vime.config import Buffer
-from vime.errors import UserError, WaitTimeout
-from vime.run_dir import RunDir
+from vime.errors import BufferFault, UserError, WaitTimeout
+from vime.run.directory import RunDir
 
 CONFIG = Buffer(groups_per_chunk=2)
 PER_BATCH = 5

@@ -16,7 +16,7 @@ from typing import Any
 
 from vime.compose import compose, dump_resolved
 from vime.config import Config, Model, TinyModel
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from vime.launch.chain import begin_attempt, fruitless, newest_checkpoint, refusals, refused_nodes
-from vime.run_dir import Failure, RunDir, State, Status
+from vime.launch.chain import begin_attempt, fruitless, refusals, refused_nodes
+from vime.run.checkpoints import newest_checkpoint
+from vime.run.directory import Failure, RunDir, State, Status
 
 FAILURE = Failure("trainer", 0, "n", 1, None, "now", "log", [])
 

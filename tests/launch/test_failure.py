@@ -12,7 +12,7 @@ from vime.launch.commands import Command
 from vime.launch.failure import first_cause, stop_outcome, tail
 from vime.launch.processes import End
 from vime.launch.stop_signals import Stopped
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 
 def _end(role: str, seconds: float, exit_code: int | None = None, signal: str | None = None) -> End:

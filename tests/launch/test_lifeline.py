@@ -17,7 +17,7 @@ from vime.launch.lifeline import Lifeline, hold
 from vime.launch.prepare import prepare
 from vime.launch.step_rank import PREFIX
 from vime.plan import make_plan
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 CHILD = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + CHILD

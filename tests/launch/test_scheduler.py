@@ -6,7 +6,7 @@ import pytest
 
 from vime.launch import scheduler
 from vime.launch.scheduler import job_fate, read_notice, read_sacct
-from vime.run_dir import State
+from vime.run.directory import State
 
 
 def test_the_leader_of_a_heterogeneous_job_is_its_row_plus_0() -> None:

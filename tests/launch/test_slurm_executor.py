@@ -7,7 +7,7 @@ from submitit.core.plugins import get_executors
 
 from vime.launch import scheduler
 from vime.launch.slurm_executor import VimeExecutor, VimeJob, Watcher
-from vime.run_dir import RunDir, State, Status
+from vime.run.directory import RunDir, State, Status
 
 
 def test_submitit_finds_the_executor_by_its_entry_point() -> None:

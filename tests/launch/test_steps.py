@@ -16,7 +16,7 @@ from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import RankReport, role_environment
 from vime.launch.steps import step_commands
 from vime.plan import make_plan
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 BATCH = {
     "SLURM_JOB_ID": "7",

@@ -16,7 +16,7 @@ from tests.launch.job import SCRIPTS, SERVING, SMALLEST, Job, config_in, until
 from vime.errors import UserError
 from vime.launch.submit import resume, submit
 from vime.plan import make_plan
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 Start = Callable[..., Job]
 

@@ -10,7 +10,7 @@ import pytest
 from vime.errors import UserError
 from vime.launch.array import prepare_task
 from vime.launch.sweep import main, submit_sweep
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 from vime.sweep import read_sweep
 
 SWEEP = "grid: {run.seed: [1, 2]}\nset: {training.steps: 2, rollout.prompts_per_step: 8, data.size: 500}\n"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.job import SMALLEST, Job, until
 from vime.compose import compose
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 Start = Callable[..., Job]
 STEPS = str(compose("local", "tiny_sft").training.steps)

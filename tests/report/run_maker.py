@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vime.role import Role
-from vime.run_dir import Failure, RunDir, Status
+from vime.run.directory import Failure, RunDir, Status
+from vime.run.role import Role
 
 CONFIG = """\
 recipe: tiny_grpo

@@ -11,7 +11,7 @@ from tests.report.run_maker import make_completed, make_failed, make_run
 from vime.report.__main__ import main
 from vime.report.compare import Comparison
 from vime.report.summary import Summary
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.report.run_maker import make_run, metrics, role, start_roles, train
 from vime.report.progress import Watch, follow
-from vime.run_dir import Status
+from vime.run.directory import Status
 
 
 def alive_through(*moments: Callable[[], object]) -> Callable[[], bool]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.report.run_maker import make_completed, make_failed, make_run, metrics, start_roles, train
 from vime.report.render import print_summary
 from vime.report.words import clean, duration, number, size, span
-from vime.run_dir import Failure, RunDir, Status
+from vime.run.directory import Failure, RunDir, Status
 
 
 def shown(run: RunDir, width: int = 100, terminal: bool = False, encoding: str = "utf-8") -> str:

@@ -21,7 +21,7 @@ from tests.report.run_maker import (
     update,
 )
 from vime.report.summary import Summary, summarize
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 STARTED = "2026-11-29T19:43:08.000Z"
 

@@ -21,7 +21,7 @@ from vime.compose import dump_resolved
 from vime.config import Buffer, Evaluation
 from vime.rollout.format import load_tokenizer
 from vime.rollout.sources import load_problems
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
 

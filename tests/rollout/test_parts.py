@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from vime.buffer.control import Control
-from vime.buffer.errors import BadMessage
 from vime.compose import compose
-from vime.errors import UserError, WaitTimeout
+from vime.errors import BadMessage, UserError, WaitTimeout
 from vime.rollout.parts import Meeting, PartEnd, Parts
-from vime.rollout.port import reserve_port
 from vime.rollout.server import headless_command, server_command, server_environment, span_flags
+from vime.run.network import reserve_port
 
 
 def three() -> tuple[Control, list[Parts]]:

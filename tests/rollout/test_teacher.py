@@ -22,12 +22,12 @@ from vime.compose import dump_resolved
 from vime.config import TinyModel
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.role import Role
 from vime.rollout import teacher
 from vime.rollout.generator import Generator
 from vime.rollout.patient import BadResponse
 from vime.rollout.teacher import Teacher, read_prompt_logprobs
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 T = TypeVar("T")
 IDS = [5, 6, 7]

@@ -15,7 +15,7 @@ from tests.launch.job import answers, until
 from tests.slurm.cluster import SlurmCluster
 from vime.compose import compose, dump_resolved
 from vime.config import Config, Model
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Programs = Mapping[str, Sequence[str]]

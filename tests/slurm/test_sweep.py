@@ -15,7 +15,7 @@ import pytest
 from tests.slurm.cluster import SlurmCluster
 from vime.compose import ROOT
 from vime.report.compare import compare
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tests.slurm.cluster import SlurmCluster
 from tests.slurm.conftest import Clusters
 from tests.slurm.shape import SMALL
 from vime.compose import ROOT
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
 LONGEST = 900

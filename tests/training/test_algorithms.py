@@ -25,7 +25,7 @@ from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 README = Path(__file__).parents[2] / "README.md"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -14,10 +14,10 @@ from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import TINY, make_model
 from tests.training.test_step import ADAM_EPS, write_batch
 from vime.buffer.manifest import Manifest
-from vime.checkpoint_folder import MARKER
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.run_dir import RunDir
+from vime.run.checkpoints import MARKER
+from vime.run.directory import RunDir
 
 STEPS = 4
 TRAINING = {

@@ -18,7 +18,7 @@ from tests.training.test_replay import write_batch as write_routed_batch
 from tests.training.test_step import write_batch
 from vime.buffer.manifest import Manifest
 from vime.models.tiny import make_tiny
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 ALGORITHM = {
     "name": "ppo",

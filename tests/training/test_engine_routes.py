@@ -22,9 +22,9 @@ from vime.config import TinyModel
 from vime.models.family import architecture
 from vime.models.routing import Routing, routing
 from vime.models.tiny import make_tiny
-from vime.role import Role
 from vime.rollout.client import Completion, RolloutClient, Sampling
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 pytestmark = pytest.mark.slow
 

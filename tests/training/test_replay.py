@@ -16,7 +16,7 @@ from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
 from vime.config import TinyModel
 from vime.models.tiny import make_tiny
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 EXPERTS, TOP_K, LAYERS = 8, 3, 4
 TINY = TinyModel(

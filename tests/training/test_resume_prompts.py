@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import stack_config
-from tests.test_checkpoint_folder import steps as complete_steps
+from tests.run.test_checkpoints import steps as complete_steps
 from vime.buffer.control import BatchMessage, Control
 from vime.buffer.reader import BufferReader
-from vime.checkpoint_folder import Facts, begin, commit, fixed_settings, newest
 from vime.config import Config, TinyModel
 from vime.models.tiny import make_tiny
-from vime.role import Role
 from vime.rollout.demonstrations import run_demonstrations
-from vime.run_dir import RunDir
+from vime.run.checkpoints import Facts, begin, commit, fixed_settings, newest
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 STEPS = 6
 PROMPTS = 4

@@ -19,7 +19,7 @@ import torch
 
 from tests.training.ranks import Ranks
 from tests.training.test_checkpoint import _tensors
-from vime.run_dir import RunDir, Status
+from vime.run.directory import RunDir, Status
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 12

@@ -17,7 +17,7 @@ from vime.buffer.manifest import Manifest
 from vime.buffer.sample import Sample
 from vime.config import Algorithm
 from vime.models.tiny import make_tiny
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 from vime.training import cpu
 from vime.training.pack import Place
 

@@ -15,7 +15,7 @@ from tests.training.test_model import make_model
 from vime.buffer.chunk import write_chunk
 from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 LEARNING_RATE = 1e-3
 # Adam's first step is learning_rate * g / (|g| + eps): with the usual eps of 1e-8 it turns the rounding residue of a

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from vime.buffer.errors import BufferFault
-from vime.buffer.files import commit
 from vime.buffer.sample import Group, Sample
 from vime.buffer.tensors import Array, Flat, encode_tensors, map_tensors, raw_bytes
+from vime.errors import BufferFault
+from vime.run.files import commit
 
 FORMAT = "vime-chunk-2"
 _RAGGED = {

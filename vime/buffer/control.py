@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from vime.buffer.errors import BadMessage, ControlLost
-from vime.errors import WaitTimeout
+from vime.errors import BadMessage, ControlLost, WaitTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.distributed import PrefixStore
 
-    from vime.role import Role
+    from vime.run.role import Role
 
 BACKLOG = 4096
 """Connections that may be waiting to be accepted: every rank of a large run connects in the same second."""

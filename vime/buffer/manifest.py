@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vime.buffer.chunk import ChunkInfo
-from vime.buffer.errors import BufferFault
 from vime.buffer.sample import Group
+from vime.errors import BufferFault
 
 CHUNKS = "chunks"
 BATCHES = "batches"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from vime.buffer.chunk import Chunk
 from vime.buffer.control import BatchMessage
-from vime.buffer.errors import BufferFault
-from vime.buffer.files import wait_for_file
 from vime.buffer.manifest import BATCHES, CHUNKS, Manifest, collect, committed, read_manifest
 from vime.buffer.sample import Sample
 from vime.config import Buffer
-from vime.run_dir import RunDir
+from vime.errors import BufferFault
+from vime.run.directory import RunDir
+from vime.run.files import wait_for_file
 
 
 class BufferReader:

@@ -15,13 +15,12 @@ from typing import Any
 
 from vime.buffer.chunk import Chunk, ChunkInfo, encode_chunk
 from vime.buffer.control import BatchMessage, Control
-from vime.buffer.errors import BufferFault
-from vime.buffer.files import commit, remove_temporaries
 from vime.buffer.manifest import BATCHES, CHUNKS, Entry, Manifest, collect, committed, entries
 from vime.buffer.sample import Group
 from vime.config import Buffer
-from vime.errors import UserError
-from vime.run_dir import RunDir
+from vime.errors import BufferFault, UserError
+from vime.run.directory import RunDir
+from vime.run.files import commit, remove_temporaries
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)-[0-9a-f]+\.safetensors")
 """A number in the order of commits, and random digits: a name is never used for two contents, whatever was deleted."""

@@ -24,7 +24,7 @@ from vime.launch.script import batch_command, sbatch_text
 from vime.launch.slurm_executor import ENDLESS, JOB_FILE, newest_job, sbatch
 from vime.launch.submit import new_run
 from vime.launch.sweep_members import Alive, Member, members, plan_member
-from vime.run_dir import write_atomic
+from vime.run.files import write_atomic
 from vime.sweep import Sweep
 
 SCRIPT = "sbatch/sweep.sbatch"

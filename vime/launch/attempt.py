@@ -15,7 +15,6 @@ from vime.buffer.control import Control, StopMessage
 from vime.config import Cluster
 from vime.errors import UserError
 from vime.launch.allocation import Allocation
-from vime.launch.chain import newest_checkpoint
 from vime.launch.commands import Command
 from vime.launch.environment import srun_environment, without_job
 from vime.launch.failure import GRACE, describe, first_cause, stop_outcome
@@ -26,8 +25,10 @@ from vime.launch.scheduler import job_states
 from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import INTERFACE, STOP_TIMEOUT
 from vime.launch.stop_signals import Stopped, StopSignals
-from vime.role import Role
-from vime.run_dir import Failure, RunDir, State, Status, last_step, utc_now
+from vime.run.checkpoints import newest_checkpoint
+from vime.run.directory import Failure, RunDir, State, Status, utc_now
+from vime.run.jsonl import last_step
+from vime.run.role import Role
 
 POLL = 0.25
 """Longest seconds between two looks at the roles; an ended child of this process wakes it at once."""

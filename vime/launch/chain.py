@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from vime.checkpoint_folder import MARKER
-from vime.run_dir import RunDir, Status
+from vime.run.checkpoints import newest_checkpoint
+from vime.run.directory import RunDir, Status
 
 FRUITLESS = 2
 """Attempts in a row without a new checkpoint after which the chain ends itself."""
@@ -32,16 +32,6 @@ def next_attempt(run: RunDir, status: Status) -> int:
     """The number of the attempt after the one that `status` describes."""
     begun = {event.get("attempt") for event in _events(run) if event.get("event") == "run_started"}
     return status.attempt + (status.attempt in begun)
-
-
-def newest_checkpoint(run: RunDir) -> int:
-    """Step of the newest complete checkpoint; 0 when there is none."""
-    steps = [
-        int(marker.parent.name.removeprefix("step_"))
-        for marker in run.checkpoints.glob(f"step_*/{MARKER}")
-        if marker.parent.name.removeprefix("step_").isdigit()
-    ]
-    return max(steps, default=0)
 
 
 def refusals(run: RunDir) -> int:

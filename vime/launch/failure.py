@@ -12,7 +12,7 @@ from vime.launch.allocation import Allocation
 from vime.launch.processes import End
 from vime.launch.scheduler import batch_log, job_fate, output_of
 from vime.launch.stop_signals import Stopped
-from vime.run_dir import Failure, RunDir, State, node_name, utc_now
+from vime.run.directory import Failure, RunDir, State, node_name, utc_now
 
 GRACE = 1.0
 """Seconds after the first unexpected end in which further ends are collected before one is named the cause."""

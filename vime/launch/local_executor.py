@@ -12,7 +12,8 @@ from typing import Any
 from submitit.local.local import LocalExecutor, LocalJob
 
 from vime.launch.environment import submission_environment
-from vime.run_dir import RunDir, write_atomic
+from vime.run.directory import RunDir
+from vime.run.files import write_atomic
 
 _TEN_YEARS_S = 10 * 365 * 24 * 3600
 

@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from vime.errors import UserError
-from vime.launch.interface import interface_address
 from vime.launch.step_rank import INTERFACE
+from vime.run.network import interface_address
 
 PREFIX = "vime-preflight "
 CHECKS = "VIME_PREFLIGHT"

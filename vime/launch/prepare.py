@@ -5,7 +5,8 @@ from __future__ import annotations
 from vime.compose import dump_resolved
 from vime.config import Config
 from vime.plan import Plan
-from vime.run_dir import RunDir, Status, write_atomic
+from vime.run.directory import RunDir, Status
+from vime.run.files import write_atomic
 
 
 def prepare(run: RunDir, config: Config, plan: Plan) -> None:

@@ -37,7 +37,7 @@ def descendants(root: int) -> list[int]:
 def kill_descendants(root: int, timeout: float) -> list[int]:
     """Kill whatever runs below `root` until nothing does; returns what was left after `timeout` seconds.
 
-    `root` must be a subreaper (`vime.role.become_subreaper`), or a process that was orphaned escapes.
+    `root` must be a subreaper (`vime.run.role.become_subreaper`), or a process that was orphaned escapes.
     """
     deadline = time.monotonic() + timeout
     while left := descendants(root):

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from vime.launch.commands import Command
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
-from vime.role import die_with_parent
-from vime.run_dir import node_name, utc_now
+from vime.run.directory import node_name, utc_now
+from vime.run.role import die_with_parent
 
 KILL_TIMEOUT = 3.0
 """Seconds the kernel gets to end processes that were sent SIGKILL."""

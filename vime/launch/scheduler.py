@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vime.launch.environment import submission_environment
-from vime.run_dir import RunDir, State
+from vime.run.directory import RunDir, State
 
 ASK_TIMEOUT = 20.0
 NOTICE_TIME = 2.0

@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 
 from vime.config import Config
 from vime.config_error import section_at, shown, submodel
-from vime.errors import UserError
-from vime.suggest import did_you_mean
+from vime.errors import UserError, did_you_mean
 
 _PLAIN: dict[Any, str] = {
     int: "whole number",

@@ -25,7 +25,8 @@ from vime.launch.environment import submission_environment
 from vime.launch.scheduler import ASK_TIMEOUT, job_states
 from vime.launch.script import sbatch_text
 from vime.plan import Plan
-from vime.run_dir import RunDir, State, write_atomic
+from vime.run.directory import RunDir, State
+from vime.run.files import write_atomic
 
 JOB_FILE = "job_id"
 """In the run's submitit folder: the id of its newest job."""

@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vime.launch.environment import without_job
-from vime.launch.interface import interface_address
 from vime.launch.lifeline import VARIABLE as LIFELINE
 from vime.launch.lifeline import hold
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.launch.processes import KILL_TIMEOUT, collect, signal_name, spawn
 from vime.plan import Plan
-from vime.role import become_subreaper, die_with_parent
-from vime.run_dir import RunDir, utc_now
+from vime.run.directory import RunDir, utc_now
+from vime.run.network import interface_address
+from vime.run.role import become_subreaper, die_with_parent
 
 PREFIX = "vime-rank "
 """Start of the lines that are meant for the supervisor, among whatever srun itself prints."""

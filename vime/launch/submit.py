@@ -17,11 +17,10 @@ import psutil
 from submitit.core.core import Job
 from submitit.local.local import LocalJob
 
-from vime.checkpoint_folder import newest
 from vime.compose import override_resolved
 from vime.config import Config
 from vime.errors import UserError
-from vime.launch.chain import newest_checkpoint, next_attempt
+from vime.launch.chain import next_attempt
 from vime.launch.failure import GRACE, launcher_failure
 from vime.launch.guardian import SUPERVISOR, Guard, close
 from vime.launch.local_executor import DetachedLocalExecutor
@@ -32,8 +31,10 @@ from vime.launch.scheduler import in_queue
 from vime.launch.slurm_executor import VimeExecutor, newest_job
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan import Plan, make_plan
-from vime.role import Role
-from vime.run_dir import RunDir, Status, utc_now, write_atomic
+from vime.run.checkpoints import newest, newest_checkpoint
+from vime.run.directory import RunDir, Status, utc_now
+from vime.run.files import write_atomic
+from vime.run.role import Role
 
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""

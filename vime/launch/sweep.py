@@ -31,7 +31,7 @@ from vime.launch.slurm_executor import VimeExecutor
 from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.launch.submit import discard, new_run, submit
 from vime.launch.sweep_members import Member, members, show
-from vime.run_dir import RunDir, utc_now
+from vime.run.directory import RunDir, utc_now
 from vime.sweep import Sweep, read_sweep
 
 

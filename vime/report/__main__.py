@@ -12,7 +12,7 @@ from vime.errors import UserError
 from vime.report.compare import compare, is_run, render_comparison, runs_in
 from vime.report.render import render
 from vime.report.summary import summarize
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from vime.report.series import Data
 from vime.report.settings import Settings, read_settings
 from vime.report.summary import Summary, summarize
 from vime.report.words import clean, number, plural
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
 
 
 class Compared(Data):

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vime.report.jsonl import Record, read_lines
 from vime.report.series import Data, Gather, Series, as_number
+from vime.run.jsonl import Record, read_lines
 
 REASONS = 8  # kinds of drop reason listed; a reason may carry free text, so the rest is summed
 

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from vime.report.jsonl import Record, read_lines
 from vime.report.series import Data, Gather, Series, as_number
+from vime.run.jsonl import Record, read_lines
 
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"

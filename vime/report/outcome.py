@@ -11,7 +11,7 @@ from typing import Literal
 
 from vime.errors import UserError
 from vime.report.series import Data
-from vime.run_dir import RunDir, State, Status
+from vime.run.directory import RunDir, State, Status
 
 QUIET_LIMIT = 300.0  # seconds without any write after which a run that says it is running counts as lost
 

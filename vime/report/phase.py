@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vime.report.events import Roles
 from vime.report.settings import read_settings
-from vime.run_dir import RunDir, last_step
+from vime.run.directory import RunDir
+from vime.run.jsonl import last_step
 
 
 def read_phase(run: RunDir, roles: Roles, done: int, planned: int | None, state: str) -> str:

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from vime.errors import UserError
 from vime.report.events import Roles
-from vime.report.jsonl import Record, Tail
 from vime.report.metrics import LOGPROB_DIFF, LOSS, REWARD, STEP_TIME
 from vime.report.phase import finishing_or_step, starting, warming_up
 from vime.report.series import as_number
 from vime.report.settings import read_settings
 from vime.report.sparkline import Curve, bar, sparkline
 from vime.report.words import Glyphs, clean, duration, number
-from vime.run_dir import TERMINAL, RunDir, State
+from vime.run.directory import TERMINAL, RunDir, State
+from vime.run.jsonl import Record, Tail
 
 POLL = 0.5  # seconds between two looks at the files
 LINES = 20  # about as many lines a run leaves in a log file

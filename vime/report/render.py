@@ -15,7 +15,7 @@ from vime.report.series import ENDS, Point, Series
 from vime.report.sparkline import bar, sparkline
 from vime.report.summary import Summary, TimeShare, Timing, summarize
 from vime.report.words import Glyphs, clean, duration, number, plural, size, span
-from vime.run_dir import Failure, RunDir
+from vime.run.directory import Failure, RunDir
 
 WIDTH = 100  # wider lines are harder to read than they are useful
 LABEL = 18  # columns of the labels

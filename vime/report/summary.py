@@ -9,7 +9,7 @@ from vime.report.phase import read_phase
 from vime.report.series import Data, Series
 from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
-from vime.run_dir import Failure, RunDir
+from vime.run.directory import Failure, RunDir
 
 
 class Steps(Data):

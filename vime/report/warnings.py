@@ -9,7 +9,7 @@ from vime.report.metrics import LOGPROB_DIFF, REWARD, Metrics
 from vime.report.outcome import Outcome
 from vime.report.settings import Settings
 from vime.report.words import duration, plural
-from vime.run_dir import Failure
+from vime.run.directory import Failure
 
 DEAD_GROUPS = 0.9  # share of groups without spread in reward, above which there is next to nothing to learn from
 TRUNCATED = 0.5  # share of responses cut at the length limit

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from vime.config import Config, Data
-from vime.errors import UserError
+from vime.errors import UserError, did_you_mean
 from vime.rollout.sources import check_task, read_jsonl
-from vime.suggest import did_you_mean
 
 MOST_BYTES = 64 << 20
 """Of a JSONL file that are read before a submission: about a second."""

@@ -17,14 +17,14 @@ from vime.buffer.writer import BufferWriter
 from vime.compose import load_resolved
 from vime.config import Config, Demonstrations
 from vime.errors import UserError
-from vime.role import Role, die_with_parent
 from vime.rollout.feed import Prompt, PromptFeed
 from vime.rollout.format import Format, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.generator import read_start
 from vime.rollout.limits import Limits, read_limits
 from vime.rollout.sources import Problems, load_problems
 from vime.rollout.user_calls import UserCalls
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.role import Role, die_with_parent
 
 BATCHES_AHEAD = 4
 """Untrained batches that may lie in the buffer: making one takes less time than training it."""

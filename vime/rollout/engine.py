@@ -18,12 +18,12 @@ from vime.buffer.control import Control, EngineAddress, EngineMessage
 from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
-from vime.role import Role, become_subreaper, die_with_parent
 from vime.rollout.limits import read_limits
 from vime.rollout.parts import POLL_SECONDS, PartEnd, Parts
-from vime.rollout.port import ReservedPort, reserve_port
 from vime.rollout.server import Server, headless_command, server_command, server_environment, span_flags
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.network import ReservedPort, reserve_port
+from vime.run.role import Role, become_subreaper, die_with_parent
 
 
 class Stop:

@@ -19,8 +19,6 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.models.family import architecture
 from vime.models.routing import replayed_routing
-from vime.report.jsonl import read_lines
-from vime.role import Role, die_with_parent
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.evaluate import EvaluationTask, evaluate, evaluated_versions, evaluation_due, evaluation_tasks
 from vime.rollout.feed import PromptFeed
@@ -35,7 +33,9 @@ from vime.rollout.sources import load_problems
 from vime.rollout.teacher import Teacher
 from vime.rollout.turns import Turns
 from vime.rollout.user_calls import UserCalls
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.jsonl import read_lines
+from vime.run.role import Role, die_with_parent
 
 
 class Start(BaseModel):

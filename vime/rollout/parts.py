@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vime.buffer.control import Control
-from vime.buffer.errors import BadMessage
-from vime.errors import WaitTimeout
+from vime.errors import BadMessage, WaitTimeout
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -15,7 +15,7 @@ def register() -> None:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from vime.role import die_with_parent
+    from vime.run.role import die_with_parent
 
     die_with_parent()
     if "gloo" not in WeightTransferEngineFactory._registry:

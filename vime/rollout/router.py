@@ -18,11 +18,11 @@ from vime.buffer.control import Control
 from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
-from vime.role import Role, die_with_parent
 from vime.rollout.guard import Guard
-from vime.rollout.port import ReservedPort, http_url, reserve_port
 from vime.rollout.router_process import LOOPBACK, router_settings
-from vime.run_dir import RunDir
+from vime.run.directory import RunDir
+from vime.run.network import ReservedPort, http_url, reserve_port
+from vime.run.role import Role, die_with_parent
 
 WATCH_SECONDS = 1.0
 

@@ -22,9 +22,9 @@ import psutil
 
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
-from vime.role import die_with_parent
 from vime.rollout.parts import Meeting, Parts
-from vime.rollout.port import ReservedPort
+from vime.run.network import ReservedPort
+from vime.run.role import die_with_parent
 
 SERVED_NAME = "policy"
 """The model name that requests carry."""

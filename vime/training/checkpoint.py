@@ -20,8 +20,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as parallel_random
 
-from vime.buffer.files import wait_for_file
-from vime.checkpoint_folder import (
+from vime.config import Config
+from vime.errors import UserError
+from vime.run.checkpoints import (
     Complete,
     Facts,
     Incomplete,
@@ -31,9 +32,8 @@ from vime.checkpoint_folder import (
     newest,
     prune,
 )
-from vime.config import Config
-from vime.errors import UserError
-from vime.run_dir import utc_now
+from vime.run.directory import utc_now
+from vime.run.files import wait_for_file
 from vime.training.broadcast import broadcast_json
 from vime.training.checkpoint_writer import save_strategy
 from vime.training.learner import Learner

@@ -14,8 +14,8 @@ from vime.buffer.reader import BufferReader
 from vime.compose import load_resolved
 from vime.config import Config
 from vime.errors import UserError
-from vime.role import Role, die_with_parent
-from vime.run_dir import RunDir, utc_now
+from vime.run.directory import RunDir, utc_now
+from vime.run.role import Role, die_with_parent
 from vime.training.inbox import RANK_0_MARGIN, Inbox, Message
 
 if TYPE_CHECKING:

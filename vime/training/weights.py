@@ -16,7 +16,7 @@ from vime.buffer.control import Control
 from vime.buffer.sample import Sample
 from vime.config import Config
 from vime.models.hf_folder import torch_dtype
-from vime.role import Role
+from vime.run.role import Role
 from vime.training import parallel
 from vime.training.broadcast import broadcast_json
 from vime.training.fleet import EngineFault, Fleet

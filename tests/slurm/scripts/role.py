@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))  # this checkout's vime, whichever is installed
 
 from vime.buffer.control import Control, StopMessage
-from vime.role import Role
+from vime.run.role import Role
 
 RUN = Path(os.environ["VIME_RUN_DIR"])
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.role import Role
-from vime.run_dir import Failure, RunDir, Status, last_step, utc_now, write_atomic
+from vime.run.directory import Failure, RunDir, Status, utc_now
+from vime.run.files import write_atomic
+from vime.run.jsonl import last_step
+from vime.run.role import Role
 
 FAILURE = Failure("engine", 0, "node7", None, "SIGKILL", "2026-11-29T19:43:08.123Z", "logs/x", ["last", "words"])
 

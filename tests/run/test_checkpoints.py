@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.training.ranks import tiny_config
-from vime import checkpoint_folder
-from vime.checkpoint_folder import MARKER, Facts, begin, commit, fixed_settings, newest, prune, survey
 from vime.config import Config
 from vime.errors import UserError
+from vime.run import checkpoints
+from vime.run.checkpoints import MARKER, Facts, begin, commit, fixed_settings, newest, prune, survey
 
 CONFIG = tiny_config(training={"save_interval": 1})
 
@@ -129,7 +129,7 @@ def _killed_at(line: int, folder: Path) -> bool:
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal count
-            if frame.f_code.co_filename != checkpoint_folder.__file__:
+            if frame.f_code.co_filename != checkpoints.__file__:
                 return None
             if event == "line":
                 count += 1

@@ -7,7 +7,8 @@ first object is recovered.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,32 @@ class Tail:
                 record = parse_line(line)
                 if record is not None:
                     yield record
+
+
+def last_step(metrics: Path) -> int:
+    """The `step` of the last whole line of a metrics file; 0 when there is none. Reads at most the last 64 KiB."""
+    try:
+        with metrics.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 16)))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return 0
+
+
+def _append_line(path: Path, value: Mapping[str, Any]) -> None:
+    # One write to a file opened with O_APPEND: lines of several processes on one host do not mix.
+    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        written = os.write(descriptor, line)
+        if written != len(line):
+            raise OSError(f"{path}: wrote {written} of {len(line)} bytes of a line")
+    finally:
+        os.close(descriptor)

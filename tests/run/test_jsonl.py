@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from vime.report.jsonl import Tail, parse_line, read_lines
+from vime.run.jsonl import Tail, parse_line, read_lines
 
 
 def test_torn_last_line_is_skipped(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from vime.buffer.errors import BufferFault
-from vime.errors import WaitTimeout
+from vime.errors import BufferFault, WaitTimeout
 
 TEMPORARY = ".tmp"
 """Suffix of a file that is being written. What a crash left of them is deleted by `remove_temporaries`."""
@@ -96,3 +96,18 @@ def _free(folder: Path) -> str:
     except OSError:
         return ""
     return f" ({state.f_bavail * state.f_frsize:,} bytes are free there)"
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from vime.errors import UserError
-from vime.role import Role
+from vime.run.files import write_atomic
+from vime.run.jsonl import _append_line
+from vime.run.role import Role
 
 State = Literal["pending", "running", "requeued", "completed", "failed", "cancelled", "timeout"]
 TERMINAL: frozenset[State] = frozenset({"completed", "failed", "cancelled", "timeout"})
@@ -31,21 +33,6 @@ def utc_now() -> str:
 def node_name() -> str:
     """This node as the scheduler calls it, else the host's name."""
     return os.environ.get("VIME_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either."""
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True)
@@ -198,35 +185,6 @@ class RunDir:
     def write_status(self, status: Status) -> None:
         """Replace status.json."""
         write_atomic(self.status, json.dumps(asdict(status), indent=2) + "\n")
-
-
-def last_step(metrics: Path) -> int:
-    """The `step` of the last whole line of a metrics file; 0 when there is none. Reads at most the last 64 KiB."""
-    try:
-        with metrics.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - (1 << 16)))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
-    return 0
-
-
-def _append_line(path: Path, value: Mapping[str, Any]) -> None:
-    # One write to a file opened with O_APPEND: lines of several processes on one host do not mix.
-    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        written = os.write(descriptor, line)
-        if written != len(line):
-            raise OSError(f"{path}: wrote {written} of {len(line)} bytes of a line")
-    finally:
-        os.close(descriptor)
 
 
 def _status_from(value: Mapping[str, Any]) -> Status:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from dataclasses import dataclass
+
+from vime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,21 @@ def reserve_port(host: str) -> ReservedPort:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind(address)
     return ReservedPort(host, holder.getsockname()[1], holder)
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of interface `name` here. Raises UserError naming the interfaces that there are."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            there = ", ".join(found for _, found in socket.if_nameindex())
+            raise UserError(
+                f"cluster.interface={name} has no IPv4 address on {socket.gethostname()} ({error.strerror});"
+                f" its interfaces are {there}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])

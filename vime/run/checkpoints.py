@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vime.buffer.files import sync_folder
 from vime.config import Config
 from vime.errors import UserError
-from vime.run_dir import write_atomic
+from vime.run.directory import RunDir
+from vime.run.files import sync_folder, write_atomic
 
 MARKER = "complete"
 """The file that is written last, JSON. It lists the others with their sizes: a torn copy does not pass either."""
@@ -189,3 +189,13 @@ def _delete(path: Path) -> None:
     doomed = path.with_name(f".{path.name}.deleted")
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Step of the newest complete checkpoint; 0 when there is none."""
+    steps = [
+        int(marker.parent.name.removeprefix("step_"))
+        for marker in run.checkpoints.glob(f"step_*/{MARKER}")
+        if marker.parent.name.removeprefix("step_").isdigit()
+    ]
+    return max(steps, default=0)

@@ -1,6 +1,6 @@
 import socket
 
-from vime.rollout.port import reserve_port
+from vime.run.network import reserve_port
 
 
 def test_a_reserved_port_can_be_served_on_again_and_again_and_is_given_to_nobody_else() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.role import Role
+from vime.run.role import Role
 
 ROLE = Role(Path("/runs/a"), "10.0.0.1", 4711, "trainer", 2, "secret", 1, 4, "10.0.0.2", Path("/models/m"))
 REPOSITORY = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def test_the_token_does_not_show() -> None:
 
 CHILD = """
 import time
-from vime.role import die_with_parent
+from vime.run.role import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(60)
@@ -78,7 +78,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 
 def test_a_child_whose_parent_had_gone_before_it_asked_dies_at_once() -> None:
-    code = "import os; from vime.role import die_with_parent; die_with_parent(parent=os.getppid() + 1); print('alive')"
+    code = "import os; from vime.run.role import die_with_parent; die_with_parent(parent=os.getppid() + 1); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPOSITORY, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
