@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 try:
-    from vime.compose import compose, refuse_repeated
     from vime.config import Config
+    from vime.config.compose import compose, refuse_repeated
     from vime.errors import UserError, did_you_mean
     from vime.plan import make_plan
 except ModuleNotFoundError as missing:
@@ -161,7 +161,7 @@ def show_help(arguments: list[str]) -> None:
     if not sections:
         print(USAGE, end="")
         return
-    from vime.launch.schema_help import schema_help
+    from vime.config.help import schema_help
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for section in sections:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.launch.stop_signals import StopSignals
 from vime.launch.supervisor import initial_policy
 from vime.run.directory import RunDir

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vime.buffer.control import Control
-from vime.compose import dump_resolved
 from vime.config import Cluster, Config, Data, Model, Rollout, Training, Weights
+from vime.config.compose import dump_resolved
 from vime.launch.commands import thread_counts
 from vime.run.directory import RunDir
 from vime.run.role import Role

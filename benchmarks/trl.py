@@ -18,8 +18,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.row import Row
-from vime.compose import ROOT, compose, dump_resolved
 from vime.config import Config
+from vime.config.compose import ROOT, compose, dump_resolved
 
 RECIPE = "tiny_grpo"
 STEPS = 60

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vime.compose import load_resolved
 from vime.config import Config
+from vime.config.compose import load_resolved
 
 
 def main() -> None:

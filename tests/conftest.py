@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from vime.buffer.control import Control
-from vime.compose import dump_resolved
 from vime.config import Cluster, Config, Data, Evaluation, Model, Rollout, TinyModel, Training, Weights
+from vime.config.compose import dump_resolved
 from vime.models.tiny import make_tiny
 from vime.run.directory import RunDir
 from vime.run.role import Role

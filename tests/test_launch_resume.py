@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from vime.compose import compose, dump_resolved, load_resolved, override_resolved
+from vime.config.compose import compose, dump_resolved, load_resolved, override_resolved
 from vime.errors import UserError
 from vime.run.directory import RunDir, Status
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vime.compose import compose
 from vime.config import Config
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import ranges
 from vime.plan import Plan, Process, make_plan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data
 from vime.launch.ready import check_ready

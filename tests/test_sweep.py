@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.run.directory import RunDir, Status
 from vime.sweep import Sweep, look, read_sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vime.config import Model, Shape
-from vime.model_shape import tiny_shape
+from vime.config.model_shape import tiny_shape
 
 
 @dataclass(frozen=True)

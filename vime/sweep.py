@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vime import yaml_file
+from vime.config import yaml_file
+from vime.config.yaml_file import Document, KeyPath
 from vime.errors import UserError, did_you_mean
 from vime.run.directory import RunDir
-from vime.yaml_file import Document, KeyPath
 
 KEYS = ("grid", "zip", "set", "parallel", "name", "cluster", "recipe")
 MOST = 10_000

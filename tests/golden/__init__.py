@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vime.compose import ROOT, compose
+from vime.config.compose import ROOT, compose
 from vime.launch.script import batch_command, sbatch_text
 from vime.plan import make_plan
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vime.compose import compose, dump_resolved
 from vime.config import Config, Model, TinyModel
+from vime.config.compose import compose, dump_resolved
 from vime.run.directory import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.job import config_in
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.launch.commands import role_commands
 from vime.plan import make_plan
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vime.cluster import Cluster, Slurm
+from vime.config.cluster import Cluster, Slurm
 from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
 from vime.launch.failure import first_cause, stop_outcome, tail

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.job import until
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import WaitTimeout
 from vime.launch.lifeline import Lifeline, hold
 from vime.launch.prepare import prepare

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.job import Job, until
-from vime.compose import compose
+from vime.config.compose import compose
 
 Start = Callable[..., Job]
 STEPS = 100_000

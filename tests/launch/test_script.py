@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import CASES, FOLDER, golden, submission
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.environment import without_job
 from vime.launch.script import sbatch_text

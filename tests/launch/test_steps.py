@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vime.compose import compose
 from vime.config import Config
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.allocation import Allocation
 from vime.launch.commands import Command

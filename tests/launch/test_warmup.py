@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch.job import SMALLEST, Job, until
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.run.directory import RunDir
 
 Start = Callable[..., Job]

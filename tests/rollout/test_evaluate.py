@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vime.compose import compose
 from vime.config import Config
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.rollout.client import Completion, Sampling
 from vime.rollout.evaluate import evaluate, evaluated_versions, evaluation_due, evaluation_tasks

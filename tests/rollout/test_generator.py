@@ -13,12 +13,12 @@ import pytest
 
 from tests.conftest import EngineStack, start_role
 from tests.rollout.reference import logprobs
-from vime.algorithm import TEACHER_KEY, Algorithm
 from vime.buffer.control import Control
 from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
-from vime.compose import dump_resolved
 from vime.config import Buffer, Evaluation
+from vime.config.algorithm import TEACHER_KEY, Algorithm
+from vime.config.compose import dump_resolved
 from vime.rollout.format import load_tokenizer
 from vime.rollout.sources import load_problems
 from vime.run.directory import RunDir

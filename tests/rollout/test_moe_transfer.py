@@ -18,8 +18,8 @@ from tests.conftest import STARTUP, end_role, stack_config, start_role
 from tests.rollout.reference import logprobs
 from tests.rollout.sending import send, sending
 from vime.buffer.control import Control
-from vime.compose import dump_resolved
 from vime.config import Algorithm, TinyModel
+from vime.config.compose import dump_resolved
 from vime.models.family import architecture
 from vime.models.routing import routing
 from vime.models.tiny import make_tiny

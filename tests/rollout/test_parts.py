@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vime.buffer.control import Control
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import BadMessage, UserError, WaitTimeout
 from vime.rollout.parts import Meeting, PartEnd, Parts
 from vime.rollout.server import headless_command, server_command, server_environment, span_flags

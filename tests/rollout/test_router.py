@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from tests.conftest import STARTUP, end_role, stack_config, start_role
 from vime.buffer.control import Control, EngineAddress
-from vime.compose import dump_resolved
+from vime.config.compose import dump_resolved
 from vime.rollout.auth import ENGINE_HEADER, generation_token
 from vime.run.directory import RunDir
 from vime.run.role import Role

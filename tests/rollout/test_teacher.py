@@ -16,10 +16,10 @@ from tests.buffer.made import make_sample
 from tests.conftest import stack_config
 from tests.rollout.played_teacher import PlayedTeacher, logprob
 from tests.rollout.test_pipeline import Run
-from vime.algorithm import TEACHER_KEY, Algorithm
 from vime.buffer.sample import Group
-from vime.compose import dump_resolved
 from vime.config import TinyModel
+from vime.config.algorithm import TEACHER_KEY, Algorithm
+from vime.config.compose import dump_resolved
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.rollout import teacher

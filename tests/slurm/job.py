@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.launch.job import answers, until
 from tests.slurm.cluster import SlurmCluster
-from vime.compose import compose, dump_resolved
 from vime.config import Config, Model
+from vime.config.compose import compose, dump_resolved
 from vime.run.directory import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -12,7 +12,7 @@ from tests.slurm.cluster import SlurmCluster
 from tests.slurm.conftest import Clusters
 from tests.slurm.shape import Nodes, Shape
 from tests.slurm.test_golden import processors
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.script import sbatch_text
 from vime.plan import make_plan

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import SlurmCluster
-from vime.compose import ROOT
+from vime.config.compose import ROOT
 from vime.report.compare import compare
 from vime.run.directory import RunDir
 

@@ -20,7 +20,7 @@ from tests.launch.job import until
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.conftest import Clusters
 from tests.slurm.shape import SMALL
-from vime.compose import ROOT
+from vime.config.compose import ROOT
 from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow

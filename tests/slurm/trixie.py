@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vime.compose import ROOT
+from vime.config.compose import ROOT
 
 RELEASE = "trixie"
 PACKAGES = ("slurm-wlm", "munge", "procps", "libffi8", "libsqlite3-0", "libgomp1")

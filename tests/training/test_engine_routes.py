@@ -12,13 +12,13 @@ import pytest
 from tests.conftest import STARTUP, end_role, stack_config, start_role
 from tests.training.ranks import Ranks
 from tests.training.test_replay import LAYOUTS, replayed_step
-from vime.algorithm import Algorithm
 from vime.buffer.chunk import write_chunk
 from vime.buffer.control import Control
 from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
-from vime.compose import dump_resolved
 from vime.config import TinyModel
+from vime.config.algorithm import Algorithm
+from vime.config.compose import dump_resolved
 from vime.models.family import architecture
 from vime.models.routing import Routing, routing
 from vime.models.tiny import make_tiny

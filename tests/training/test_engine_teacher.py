@@ -14,8 +14,8 @@ from tests.training.ranks import Ranks
 from tests.training.test_algorithms import judged_batch, run_steps
 from tests.training.test_model import TINY
 from tests.training.test_step import write_batch
-from vime.algorithm import TEACHER_KEY
 from vime.buffer.sample import Group
+from vime.config.algorithm import TEACHER_KEY
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.rollout.teacher import Teacher

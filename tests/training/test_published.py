@@ -10,7 +10,7 @@ import pytest
 
 from tests.models.published import GLM45, GLM45_AIR, QWEN3_4B, QWEN3_30B_A3B
 from tests.training.ranks import Ranks, tiny_config
-from vime.compose import compose
+from vime.config.compose import compose
 from vime.parameters import count
 from vime.plan import make_plan
 

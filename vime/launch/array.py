@@ -15,7 +15,7 @@ from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from vime.compose import ROOT
+from vime.config.compose import ROOT
 from vime.errors import UserError
 from vime.launch.guardian import Guard
 from vime.launch.ready import check_ready

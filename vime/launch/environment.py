@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vime.algorithm import TEACHER_KEY
+from vime.config.algorithm import TEACHER_KEY
 
 INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "SUBMITIT_", "VIME_", "TORCHELASTIC_")
 """Prefixes of variables that describe another job. They break a nested sbatch or srun, and mislead a role."""

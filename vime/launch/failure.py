@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime.cluster import Cluster
+from vime.config.cluster import Cluster
 from vime.launch.allocation import Allocation
 from vime.launch.processes import End
 from vime.launch.scheduler import batch_log, job_fate, output_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vime.compose import dump_resolved
 from vime.config import Config
+from vime.config.compose import dump_resolved
 from vime.plan import Plan
 from vime.run.directory import RunDir, Status
 from vime.run.files import write_atomic

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vime.algorithm import TEACHER_KEY
-from vime.cluster import Cluster, SlurmComponent
-from vime.compose import ROOT
 from vime.config import Config
+from vime.config.algorithm import TEACHER_KEY
+from vime.config.cluster import Cluster, SlurmComponent
+from vime.config.compose import ROOT
+from vime.config.time_limit import text as time_text
 from vime.errors import UserError
 from vime.plan import Component, Plan
-from vime.time_limit import text as time_text
 
 BATCH_LOG = "%j_0_log.out"
 """Output of the batch step in the run's submitit folder, by the name that submitit looks for."""

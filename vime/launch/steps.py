@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from vime.cluster import Cluster
 from vime.config import Config
+from vime.config.cluster import Cluster
 from vime.launch.allocation import Allocation
 from vime.launch.commands import FINISHES, Command
 from vime.launch.model_cache import cache_folder

@@ -17,8 +17,8 @@ import psutil
 from submitit.core.core import Job
 from submitit.local.local import LocalJob
 
-from vime.compose import override_resolved
 from vime.config import Config
+from vime.config.compose import override_resolved
 from vime.errors import UserError
 from vime.launch.chain import next_attempt
 from vime.launch.failure import GRACE, launcher_failure

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from vime.compose import compose_warmup, load_resolved
 from vime.config import Config, TinyModel
+from vime.config.compose import compose_warmup, load_resolved
 from vime.errors import UserError
 from vime.launch.allocation import Allocation
 from vime.launch.attempt import Attempt

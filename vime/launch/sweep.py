@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from submitit.core.core import Job
 
-from vime.compose import refuse_repeated
+from vime.config.compose import refuse_repeated
 from vime.errors import UserError
 from vime.launch.array import LAYOUT, array_command, array_tasks, prepare_task
 from vime.launch.failure import launcher_failure

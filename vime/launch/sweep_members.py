@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vime.compose import compose
 from vime.config import Config
+from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
 from vime.launch.scheduler import ask

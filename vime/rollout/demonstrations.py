@@ -14,8 +14,8 @@ import numpy as np
 from vime.buffer.control import Control
 from vime.buffer.sample import Group, Sample
 from vime.buffer.writer import BufferWriter
-from vime.compose import load_resolved
 from vime.config import Config, Demonstrations
+from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.rollout.feed import Prompt, PromptFeed
 from vime.rollout.format import Format, answer_ids, load_tokenizer, make_format, probe_format

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 
 from vime.buffer.control import Control, EngineAddress, EngineMessage
-from vime.compose import load_resolved
 from vime.config import Config
+from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.limits import read_limits
 from vime.rollout.parts import POLL_SECONDS, PartEnd, Parts

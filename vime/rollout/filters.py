@@ -12,8 +12,8 @@ from typing import Any
 
 from vime.buffer.sample import Group
 from vime.config import Rollout
+from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
-from vime.import_path import load_function, named_arguments
 from vime.rollout.problem import Problem
 from vime.rollout.user_calls import CallFailed, UserCalls
 

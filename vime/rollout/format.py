@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import Data, Rollout
+from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
-from vime.import_path import load_function, named_arguments
 from vime.rollout.problem import Problem
 from vime.rollout.user_calls import CallFailed, CallTookTooLong, UserCalls
 

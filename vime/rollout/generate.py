@@ -13,8 +13,8 @@ import numpy as np
 
 from vime.buffer.sample import Group, Sample
 from vime.config import Rollout
+from vime.config.import_path import load_function
 from vime.errors import UserError
-from vime.import_path import load_function
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
 from vime.rollout.feed import Prompt, Report

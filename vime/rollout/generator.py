@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vime.buffer.control import Control
 from vime.buffer.sample import Group
 from vime.buffer.writer import BufferWriter
-from vime.compose import load_resolved
 from vime.config import Config
+from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.models.family import architecture
 from vime.models.routing import replayed_routing

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.config import Data
+from vime.config.import_path import load_function
 from vime.errors import UserError
-from vime.import_path import load_function
 from vime.rollout.math_score import MathScorer
 from vime.rollout.problem import Problem
 from vime.rollout.remote_score import RemoteScorer

@@ -15,8 +15,8 @@ import aiohttp
 from aiohttp import web
 
 from vime.buffer.control import Control
-from vime.compose import load_resolved
 from vime.config import Config
+from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.guard import Guard
 from vime.rollout.router_process import LOOPBACK, router_settings

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vime.algorithm import TEACHER_KEY
 from vime.buffer.sample import Group, Sample
+from vime.config.algorithm import TEACHER_KEY
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.patient import BadResponse, PatientClient, RequestRefused
 

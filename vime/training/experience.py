@@ -19,8 +19,8 @@ from vime.algorithms.aggregation import sample_sums
 from vime.algorithms.kl import kl_estimate
 from vime.algorithms.returns import discounted_sums, gae, moments, standardized, token_rewards
 from vime.config import Algorithm
+from vime.config.import_path import call_by_name, load_function
 from vime.errors import UserError
-from vime.import_path import call_by_name, load_function
 from vime.training.batch import Batch, Microbatch
 from vime.training.reduce import moments_over_ranks, sum_over_ranks
 

@@ -13,8 +13,8 @@ from vime.algorithms.kl import kl_estimate
 from vime.algorithms.losses import LARGEST_LOG_RATIO, cispo_loss, likelihood_loss, policy_loss, sequence_policy_loss
 from vime.algorithms.masking import kept
 from vime.config import Algorithm
+from vime.config.import_path import call_by_name, load_function
 from vime.errors import UserError
-from vime.import_path import call_by_name, load_function
 from vime.training.batch import Microbatch
 from vime.training.experience import Experience
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vime.buffer.control import BatchMessage, Control, EngineMessage, StopMessage, parse_message
 from vime.buffer.manifest import Manifest
 from vime.buffer.reader import BufferReader
-from vime.compose import load_resolved
 from vime.config import Config
+from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.run.directory import RunDir, utc_now
 from vime.run.role import Role, die_with_parent

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from vime.compose import load_resolved
+from vime.config.compose import load_resolved
 from vime.launch.guardian import SUPERVISOR
 from vime.launch.submit import submit
 from vime.plan import make_plan

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from vime.compose import load_resolved
+from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.launch.submit import resume, submit
 from vime.plan import make_plan

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vime.config import Config
-from vime.config_error import section_at, shown, submodel
+from vime.config.explain import section_at, shown, submodel
 from vime.errors import UserError, did_you_mean
 
 _PLAIN: dict[Any, str] = {

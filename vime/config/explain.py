@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from vime.config.yaml_file import KeyPath, Place
 from vime.errors import did_you_mean, nearest
-from vime.yaml_file import KeyPath, Place
 
 _EXPECTED = {
     "int_type": "must be a whole number",

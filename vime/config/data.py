@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vime.section import ImportPath, Section
+from vime.config.import_path import ImportPath
+from vime.config.section import Section
 
 
 class Data(Section):

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vime.section import Section
-from vime.time_limit import TimeLimit, seconds
+from vime.config.section import Section
+from vime.config.time_limit import TimeLimit, seconds
 
 
 def _one_line(value: str) -> str:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vime.section import ImportPath, Section, UrlOrPath
+from vime.config.import_path import ImportPath
+from vime.config.section import Section, UrlOrPath
 
 Advantage = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 Loss = Literal["clip", "gspo", "cispo"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vime.config import Config
+from vime.config.model_shape import ModelShape
 from vime.errors import UserError
-from vime.model_shape import ModelShape
 
 
 def check_sizes(config: Config, shape: ModelShape) -> None:

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from vime import yaml_file
-from vime.config import Cluster, Config, Model
-from vime.config_error import dotted, explain, place_of, real_path
+from vime.config import Cluster, Config, Model, yaml_file
+from vime.config.checks import check_sizes
+from vime.config.explain import dotted, explain, place_of, real_path
+from vime.config.model_shape import read_shape
+from vime.config.yaml_file import KeyPath, Place
 from vime.errors import UserError, did_you_mean
-from vime.model_shape import read_shape
-from vime.sizes import check_sizes
-from vime.yaml_file import KeyPath, Place
 
 ROOT = Path(__file__).resolve().parent.parent
 S = TypeVar("S", bound=BaseModel)

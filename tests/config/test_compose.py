@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vime.compose import compose, compose_recipe, compose_warmup, dump_resolved, load_resolved
 from vime.config import Config
+from vime.config.compose import compose, compose_recipe, compose_warmup, dump_resolved, load_resolved
 from vime.errors import UserError
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from vime.errors import UserError
 
@@ -52,3 +55,12 @@ def call_by_name(function: Callable[..., Any], offered: dict[str, Any], path: st
         return function(**taken)
     except Exception as error:
         raise UserError(f"{field}={path} raised {type(error).__name__}: {error}") from error
+
+
+def _import_path(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError(f"{value!r} is not an import path; write it as module:function")
+    return value
+
+
+ImportPath = Annotated[str, BeforeValidator(_import_path)]

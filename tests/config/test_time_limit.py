@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from vime.compose import compose, dump_resolved, load_resolved
+from vime.config.compose import compose, dump_resolved, load_resolved
+from vime.config.time_limit import seconds, text
 from vime.errors import UserError
-from vime.time_limit import seconds, text
 
 H = 3600
 GIVEN = {

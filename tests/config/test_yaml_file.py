@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vime.config.yaml_file import dump, load_file, parse_value
 from vime.errors import UserError
-from vime.yaml_file import dump, load_file, parse_value
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
-
-
-def _import_path(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"{value!r} is not an import path; write it as module:function")
-    return value
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 def _url_or_path(value: str | Path) -> str | Path:
@@ -29,7 +23,6 @@ def _url_or_path(value: str | Path) -> str | Path:
     return value
 
 
-ImportPath = Annotated[str, BeforeValidator(_import_path)]
 UrlOrPath = Annotated[str | Path, AfterValidator(_url_or_path)]
 """A str that begins with http:// or https://, or a Path."""
 
