@@ -15,7 +15,7 @@ try:
     from vime.config import Config
     from vime.config.compose import compose, refuse_repeated
     from vime.errors import UserError, did_you_mean
-    from vime.plan import make_plan
+    from vime.plan.plan import make_plan
 except ModuleNotFoundError as missing:
     text = f"launch.py: {missing.name} is not installed here; run `make venv` and use .venv/bin/python"
     print(text, file=sys.stderr)

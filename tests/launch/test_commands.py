@@ -9,7 +9,7 @@ import pytest
 from tests.launch.job import config_in
 from vime.config.compose import compose
 from vime.launch.commands import role_commands
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 
 
 @pytest.fixture(autouse=True)

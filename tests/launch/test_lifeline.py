@@ -16,7 +16,7 @@ from vime.errors import WaitTimeout
 from vime.launch.lifeline import Lifeline, hold
 from vime.launch.prepare import prepare
 from vime.launch.step_rank import PREFIX
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
 
 CHILD = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"

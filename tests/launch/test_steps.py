@@ -15,7 +15,7 @@ from vime.launch.environment import srun_environment
 from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import RankReport, role_environment
 from vime.launch.steps import step_commands
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
 
 BATCH = {

@@ -15,7 +15,7 @@ import pytest
 from tests.launch.job import SCRIPTS, SERVING, SMALLEST, Job, config_in, until
 from vime.errors import UserError
 from vime.launch.submit import resume, submit
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
 
 Start = Callable[..., Job]

@@ -15,7 +15,7 @@ from tests.slurm.test_golden import processors
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.script import sbatch_text
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.job import FINISHING, SERVING, SlurmRun
-from vime.plan import Plan
+from vime.plan.plan import Plan
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., SlurmRun]

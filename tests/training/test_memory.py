@@ -10,9 +10,9 @@ import pytest
 from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import samples
 from vime.config import TinyModel
-from vime.memory import GB, trainer_memory
 from vime.models.tiny import make_tiny
-from vime.parameters import shape_of
+from vime.plan.memory import GB, trainer_memory
+from vime.plan.parameters import shape_of
 
 SIZES = {"layers": 4, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 160, "tied_embeddings": False}
 MOE = {"experts": 8, "top_k": 3, "expert_ffn": 64}

@@ -11,8 +11,8 @@ import pytest
 from tests.models.published import GLM45, GLM45_AIR, QWEN3_4B, QWEN3_30B_A3B
 from tests.training.ranks import Ranks, tiny_config
 from vime.config.compose import compose
-from vime.parameters import count
-from vime.plan import make_plan
+from vime.plan.parameters import count
+from vime.plan.plan import make_plan
 
 # Parameters in billions, the next-token-prediction layer of GLM left out, by the models' own tensors.
 PUBLISHED: dict[str, tuple[dict[str, Any], float, str, tuple[str, ...]]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vime.errors import UserError
 from vime.node_list import expand
-from vime.plan import Plan
+from vime.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 
 from vime.config import Config
-from vime.plan import Plan, RoleName
+from vime.plan.plan import Plan, RoleName
 
 FINISHES: frozenset[RoleName] = frozenset({"trainer", "generator"})
 """Roles that end by themselves. The others are servers."""

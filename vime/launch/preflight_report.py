@@ -22,7 +22,7 @@ from vime.launch.processes import collect, spawn
 from vime.launch.step_rank import INTERFACE
 from vime.launch.steps import container_prefix, gpu_option, python_of, step_options
 from vime.launch.stop_signals import StopSignals
-from vime.plan import Component, Plan
+from vime.plan.plan import Component, Plan
 from vime.run.directory import RunDir, utc_now
 
 POLL = 0.25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vime.config import Config
 from vime.config.compose import dump_resolved
-from vime.plan import Plan
+from vime.plan.plan import Plan
 from vime.run.directory import RunDir, Status
 from vime.run.files import write_atomic
 

@@ -17,7 +17,7 @@ from vime.config.cluster import Cluster, SlurmComponent
 from vime.config.compose import ROOT
 from vime.config.time_limit import text as time_text
 from vime.errors import UserError
-from vime.plan import Component, Plan
+from vime.plan.plan import Component, Plan
 
 BATCH_LOG = "%j_0_log.out"
 """Output of the batch step in the run's submitit folder, by the name that submitit looks for."""

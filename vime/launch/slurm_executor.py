@@ -24,7 +24,7 @@ from vime.errors import UserError
 from vime.launch.environment import submission_environment
 from vime.launch.scheduler import ASK_TIMEOUT, job_states
 from vime.launch.script import sbatch_text
-from vime.plan import Plan
+from vime.plan.plan import Plan
 from vime.run.directory import RunDir, State
 from vime.run.files import write_atomic
 

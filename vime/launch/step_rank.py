@@ -24,7 +24,7 @@ from vime.launch.lifeline import VARIABLE as LIFELINE
 from vime.launch.lifeline import hold
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.launch.processes import KILL_TIMEOUT, collect, signal_name, spawn
-from vime.plan import Plan
+from vime.plan.plan import Plan
 from vime.run.directory import RunDir, utc_now
 from vime.run.network import interface_address
 from vime.run.role import become_subreaper, die_with_parent

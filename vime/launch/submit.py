@@ -30,7 +30,7 @@ from vime.launch.processes import KILL_TIMEOUT
 from vime.launch.scheduler import in_queue
 from vime.launch.slurm_executor import VimeExecutor, newest_job
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
-from vime.plan import Plan, make_plan
+from vime.plan.plan import Plan, make_plan
 from vime.run.checkpoints import newest, newest_checkpoint
 from vime.run.directory import RunDir, Status, utc_now
 from vime.run.files import write_atomic

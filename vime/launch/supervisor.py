@@ -29,7 +29,7 @@ from vime.launch.preflight_report import Problem, check_nodes
 from vime.launch.prepare import prepare
 from vime.launch.steps import step_commands
 from vime.launch.stop_signals import Stopped, StopSignals
-from vime.plan import Plan, make_plan
+from vime.plan.plan import Plan, make_plan
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.network import interface_address
 from vime.run.role import Role, become_subreaper

@@ -16,7 +16,7 @@ from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
 from vime.launch.scheduler import ask
-from vime.plan import Plan, make_plan
+from vime.plan.plan import Plan, make_plan
 from vime.run.directory import RunDir
 from vime.sweep import Combination, Slot, Sweep, look
 

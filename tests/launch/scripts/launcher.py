@@ -6,7 +6,7 @@ from pathlib import Path
 from vime.config.compose import load_resolved
 from vime.launch.guardian import SUPERVISOR
 from vime.launch.submit import submit
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 
 if __name__ == "__main__":
     config = load_resolved(Path(sys.argv[1]))

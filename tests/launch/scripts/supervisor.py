@@ -11,7 +11,7 @@ from pathlib import Path
 from vime.config import Config
 from vime.launch.commands import Command
 from vime.launch.supervisor import main
-from vime.plan import Plan
+from vime.plan.plan import Plan
 
 ROLE = str(Path(__file__).with_name("role.py"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.launch.submit import resume, submit
-from vime.plan import make_plan
+from vime.plan.plan import make_plan
 
 if __name__ == "__main__":
     supervisor = (sys.executable, str(Path(__file__).with_name("supervisor.py")))

@@ -14,7 +14,7 @@ from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
 from vime.launch.steps import step_commands
 from vime.launch.supervisor import main
-from vime.plan import Plan
+from vime.plan.plan import Plan
 
 SLURM = Path(__file__).with_name("role.py")
 LOCAL = Path(__file__).parents[2] / "launch" / "scripts" / "role.py"

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from vime.config import Config
 from vime.errors import UserError
-from vime.fit import Fit, fit_rollout, fit_trainer
-from vime.memory import memory_warnings
-from vime.segments import idle_gpus, segments_of, shared_memory
+from vime.plan.memory import memory_warnings
+from vime.plan.nodes import Fit, fit_rollout, fit_trainer, idle_gpus, segments_of, shared_memory
 
 RoleName = Literal["supervisor", "trainer", "engine", "router", "generator"]
 ComponentName = Literal["trainer", "rollout"]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.errors import UserError
-from vime.topology import Group, choose_segment, parted, rank_groups
+from vime.plan.nodes import Group, choose_segment, parted, rank_groups
 
 RACK = 18
 

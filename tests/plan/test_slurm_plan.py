@@ -11,7 +11,7 @@ from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data
 from vime.launch.ready import check_ready
-from vime.plan import Plan, make_plan
+from vime.plan.plan import Plan, make_plan
 
 CLUSTERS = ("a100", "h200", "gb200")
 RECIPES = ("qwen3_4b_grpo", "qwen3_30b_a3b_grpo", "glm45_air_grpo")

@@ -6,7 +6,7 @@ from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import ranges
-from vime.plan import Plan, Process, make_plan
+from vime.plan.plan import Plan, Process, make_plan
 
 
 def config(*overrides: str, recipe: str = "tiny_grpo") -> Config:

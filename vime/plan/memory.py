@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vime.config import Config, Shape, Training
 from vime.errors import UserError
-from vime.parameters import Parameters, count, has_experts, of_stage, shape_of, stage_layers
+from vime.plan.parameters import Parameters, count, has_experts, of_stage, shape_of, stage_layers
 
 GB = 1e9
 TIGHT = 0.9

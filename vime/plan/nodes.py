@@ -1,0 +1,211 @@
+"""How many nodes a component takes on a cluster, and how its ranks or engines fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vime.config import Config
+from vime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A component in numbers."""
+
+    name: Literal["trainer", "rollout"]
+    nodes: int
+    tasks_per_node: int
+    """Ranks, or engines (parts of one that spans nodes), of a full node."""
+    width: int
+    """Slots of one such task."""
+    span: int
+    """Nodes of one engine; 1 for ranks."""
+    tasks: int
+    """Ranks, or engines."""
+    groups: tuple[Group, ...]
+    """What should stay inside an NVLink domain."""
+
+    @property
+    def slots_used(self) -> int:
+        """Slots taken on all nodes together."""
+        return self.tasks * self.span * self.width
+
+    def __str__(self) -> str:
+        return f"the {self.name} component"
+
+
+def fit_trainer(config: Config) -> Fit:
+    """The trainer's nodes: as many ranks on each. Raises UserError when they cannot be dealt out evenly."""
+    training, slots = config.training, config.cluster.node.places
+    ranks = training.ranks
+    nodes = config.launch.trainer_nodes or next(n for n in range(-(-ranks // slots), ranks + 1) if ranks % n == 0)
+    right = ", ".join(str(n) for n in range(-(-ranks // slots), ranks + 1) if ranks % n == 0)
+    if ranks % nodes:
+        raise UserError(
+            f"training.ranks={ranks} do not divide over launch.trainer_nodes={nodes}; with {slots} slots a node,"
+            f" use one of {right} nodes"
+        )
+    if ranks // nodes > slots:
+        raise UserError(
+            f"training.ranks={ranks} on launch.trainer_nodes={nodes} are {ranks // nodes} ranks a node, more than the"
+            f" {slots} slots of a node of {config.cluster.name}; use one of {right} nodes"
+        )
+    per_node = ranks // nodes
+    groups = [
+        group
+        for name, width in (
+            ("tensor_parallel", training.tensor_parallel),
+            ("expert_parallel", training.expert_parallel),
+        )
+        if width > 1
+        for group in rank_groups(ranks, width, per_node, f"training.{name}={width}")
+    ]
+    return Fit("trainer", nodes, per_node, 1, 1, ranks, tuple(groups))
+
+
+def fit_rollout(config: Config) -> Fit:
+    """The engines' nodes: whole engines on a node, or whole nodes for an engine. Raises UserError for neither."""
+    engines, width, slots = config.rollout.engines, config.rollout.tensor_parallel, config.cluster.node.places
+    asked = config.launch.rollout_nodes
+    if width > slots:
+        if width % slots:
+            raise UserError(
+                f"rollout.tensor_parallel={width} is neither within a node of {slots} slots nor a multiple of it;"
+                f" use {width // slots * slots} or {-(-width // slots) * slots}"
+            )
+        span = config.engine_parts
+        if asked not in (None, engines * span):
+            raise UserError(
+                f"launch.rollout_nodes={asked}: {engines} engines of {span} nodes each take {engines * span} nodes"
+            )
+        what = f"rollout.tensor_parallel={width}"
+        groups = tuple(Group(tuple(range(i * span, (i + 1) * span)), what) for i in range(engines))
+        return Fit("rollout", engines * span, 1, slots, span, engines, groups)
+    least = -(-engines // (slots // width))
+    nodes = asked or least
+    if not least <= nodes <= engines:
+        raise UserError(
+            f"launch.rollout_nodes={nodes}: {engines} engines of {width} slots fit on {least} to {engines} nodes of"
+            f" {slots} slots"
+        )
+    return Fit("rollout", nodes, -(-engines // nodes), width, 1, engines, ())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes whose GPUs exchange data all the time, and why."""
+
+    nodes: tuple[int, ...]
+    what: str
+    """Setting that makes the group, such as training.tensor_parallel=8."""
+
+
+def rank_groups(ranks: int, size: int, per_node: int, what: str) -> list[Group]:
+    """Groups of `size` neighbouring ranks when each node holds `per_node`: those of tensor or expert parallelism."""
+    return [
+        Group(tuple(range(first // per_node, (first + size - 1) // per_node + 1)), what)
+        for first in range(0, ranks, size)
+    ]
+
+
+def choose_segment(
+    nodes: int, domain_nodes: int, groups: Sequence[Group], wanted: int | None, where: str, setting: str
+) -> int:
+    """Nodes of one `--segment`: the most that one NVLink domain holds, that divide `nodes`, and that part no group.
+
+    `wanted` is the site's own choice; `where` names the nodes and `setting` the number of them in messages. Raises
+    UserError with the numbers when there is none.
+    """
+    if wanted is not None:
+        if wanted > domain_nodes:
+            raise UserError(f"{where}: a segment of {wanted} nodes is more than the {domain_nodes} of an NVLink domain")
+        if nodes % wanted:
+            other = choose_segment(nodes, domain_nodes, (), None, where, setting)
+            raise UserError(
+                f"{where}: segments of {wanted} nodes do not divide its {nodes} nodes;"
+                f" use {setting}={_multiples(nodes, wanted)} or a segment of {other}"
+            )
+        return wanted
+    fitting = [size for size in range(1, min(nodes, domain_nodes) + 1) if nodes % size == 0]
+    whole = [size for size in fitting if not parted(groups, size)]
+    widest = max((len(group.nodes) for group in groups), default=1)
+    if not whole and widest <= domain_nodes:
+        group = max(groups, key=lambda group: len(group.nodes))
+        near = (nodes // widest + 1) * widest
+        raise UserError(
+            f"{where}: {nodes} nodes do not divide into segments of at most {domain_nodes} nodes (an NVLink domain)"
+            f" that keep the {widest} nodes of {group.what} together; use {setting}={near}"
+        )
+    return max(whole or fitting)
+
+
+def parted(groups: Sequence[Group], segment: int) -> list[Group]:
+    """Those of `groups` whose nodes are not all in one run of `segment` nodes."""
+    return [group for group in groups if group.nodes[0] // segment != group.nodes[-1] // segment]
+
+
+def _multiples(nodes: int, segment: int) -> str:
+    below = nodes // segment * segment
+    return f"{below} or {below + segment}" if below else str(segment)
+
+
+def segments_of(config: Config, fits: list[Fit], layout: str) -> tuple[list[int | None], list[str]]:
+    """The segment of each component, and warnings about groups that leave an NVLink domain. Raises UserError."""
+    cluster = config.cluster
+    domain, own = cluster.node.domain_nodes, {"trainer": cluster.slurm.trainer, "rollout": cluster.slurm.rollout}
+    warnings = []
+    if layout == "hetjob":
+        parts = [(str(fit), f"launch.{fit.name}_nodes", fit.nodes, fit.groups) for fit in fits]
+        wanted = [own[fit.name].segment for fit in fits]
+    else:
+        shifted = [
+            Group(tuple(node + sum(before.nodes for before in fits[:index]) for node in group.nodes), group.what)
+            for index, fit in enumerate(fits)
+            for group in fit.groups
+        ]
+        parts = [("the allocation", "its nodes", sum(fit.nodes for fit in fits), tuple(shifted))]
+        wanted = [next((own[fit.name].segment for fit in fits if own[fit.name].segment), None)]
+    segments: list[int | None] = []
+    for (where, setting, nodes, groups), choice in zip(parts, wanted, strict=True):
+        on = cluster.slurm.segment
+        segment = choose_segment(nodes, domain, groups, choice, where, setting) if on else None
+        segments.append(segment)
+        warnings += [_leaves_domain(config, group) for group in parted(groups, segment or 1)]
+    if domain > 1 and layout == "hetjob":
+        warnings.append(
+            "Slurm's switch/nvidia_imex gives one IMEX channel to a job record and knows nothing of heterogeneous"
+            " components: trainer and rollout nodes of one rack may not share NVLink memory, and weights then travel"
+            " over the network. launch.layout=partitioned takes both from one allocation"
+        )
+    # A partitioned job has one segment for all of its slices.
+    return segments * len(fits) if len(segments) < len(fits) else segments, list(dict.fromkeys(warnings))
+
+
+def _leaves_domain(config: Config, group: Group) -> str:
+    node = config.cluster.node
+    domain = node.nvlink_domain or node.gpus
+    speeds = ""
+    if node.network_gb_per_s and node.nvlink_gb_per_s:
+        speeds = f": {node.network_gb_per_s:g} GB/s a GPU instead of {node.nvlink_gb_per_s:g}"
+    off = node.domain_nodes >= len(group.nodes) and not config.cluster.slurm.segment
+    cure = "; cluster.slurm.segment=true would keep them together" if off else ""
+    return f"{group.what} spans {len(group.nodes)} nodes and leaves the NVLink domain of {domain} GPUs{speeds}{cure}"
+
+
+def idle_gpus(config: Config, fit: Fit) -> list[str]:
+    """A warning when a component takes whole nodes and leaves GPUs of them unused."""
+    node = config.cluster.node
+    total = fit.nodes * node.places
+    if fit.slots_used == total or not config.cluster.slurm.exclusive or config.cluster.device == "cpu":
+        return []
+    return [f"{fit} uses {fit.slots_used} of the {total} GPUs of its {fit.nodes} nodes"]
+
+
+def shared_memory(config: Config) -> list[str]:
+    """A warning when nodes are to be shared but all of their memory is asked for."""
+    slurm = config.cluster.slurm
+    if slurm.exclusive or slurm.mem != "0":
+        return []
+    return ["cluster.slurm.mem=0 takes all memory of nodes that cluster.slurm.exclusive=false would share; set it"]
