@@ -9,7 +9,7 @@ from vime.config import Config
 from vime.config.cluster import Cluster
 from vime.launch.allocation import Allocation
 from vime.launch.commands import FINISHES, Command
-from vime.launch.model_cache import cache_folder
+from vime.models.cache import cache_folder
 from vime.plan.plan import Component, Plan, RolePlan
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -24,11 +24,11 @@ from vime.launch.attempt import Attempt
 from vime.launch.chain import FRUITLESS, refusals
 from vime.launch.commands import Command, role_commands
 from vime.launch.failure import stop_outcome
-from vime.launch.model_cache import cached_model, model_key
 from vime.launch.preflight_report import Problem, check_nodes
 from vime.launch.prepare import prepare
 from vime.launch.steps import step_commands
 from vime.launch.stop_signals import Stopped, StopSignals
+from vime.models.cache import cached_model, model_key
 from vime.plan.plan import Plan, make_plan
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.network import interface_address

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vime.errors import WaitTimeout
-from vime.launch.model_cache import MARKER, cache_folder, cached_model, model_key
+from vime.models.cache import MARKER, cache_folder, cached_model, model_key
 
 
 @pytest.fixture(autouse=True)
