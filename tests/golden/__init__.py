@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vime.config.compose import ROOT, compose
-from vime.launch.script import batch_command, sbatch_text
 from vime.plan.plan import make_plan
+from vime.slurm.script import batch_command, sbatch_text
 
 FOLDER = Path(__file__).parent
 PUBLISHED = ("qwen3_4b_grpo", "qwen3_30b_a3b_grpo", "glm45_air_grpo")

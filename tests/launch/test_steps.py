@@ -9,14 +9,14 @@ import pytest
 from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
-from vime.launch.allocation import Allocation
 from vime.launch.commands import Command
-from vime.launch.environment import srun_environment
 from vime.launch.step_process import StepProcess
 from vime.launch.step_rank import RankReport, role_environment
 from vime.launch.steps import step_commands
 from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
+from vime.slurm.allocation import Allocation
+from vime.slurm.environment import srun_environment
 
 BATCH = {
     "SLURM_JOB_ID": "7",

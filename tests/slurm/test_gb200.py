@@ -14,8 +14,8 @@ from tests.slurm.shape import Nodes, Shape
 from tests.slurm.test_golden import processors
 from vime.config.compose import compose
 from vime.errors import UserError
-from vime.launch.script import sbatch_text
 from vime.plan.plan import make_plan
+from vime.slurm.script import sbatch_text
 
 pytestmark = pytest.mark.slow
 

@@ -19,12 +19,12 @@ from vime.config.compose import ROOT
 from vime.errors import UserError
 from vime.launch.guardian import Guard
 from vime.launch.ready import check_ready
-from vime.launch.scheduler import ask, batch_log
-from vime.launch.script import batch_command, sbatch_text
-from vime.launch.slurm_executor import ENDLESS, JOB_FILE, newest_job, sbatch
 from vime.launch.submit import new_run
 from vime.launch.sweep_members import Alive, Member, members, plan_member
 from vime.run.files import write_atomic
+from vime.slurm.executor import ENDLESS, JOB_FILE, newest_job, sbatch
+from vime.slurm.scheduler import ask, batch_log
+from vime.slurm.script import batch_command, sbatch_text
 from vime.sweep import Sweep
 
 SCRIPT = "sbatch/sweep.sbatch"

@@ -27,10 +27,10 @@ from vime.launch.chain import begin_attempt, fruitless, refused_nodes
 from vime.launch.failure import launcher_failure
 from vime.launch.process_tree import kill_descendants, reap_orphans
 from vime.launch.processes import KILL_TIMEOUT, signal_name
-from vime.launch.scheduler import exclude_nodes, job_states, requeue_ending
 from vime.launch.stop_signals import WATCHED
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.role import become_subreaper, die_with_parent
+from vime.slurm.scheduler import exclude_nodes, job_states, requeue_ending
 
 SUPERVISOR = (sys.executable, "-m", "vime.launch.supervisor")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)

@@ -11,9 +11,9 @@ from typing import Any
 
 from submitit.local.local import LocalExecutor, LocalJob
 
-from vime.launch.environment import submission_environment
 from vime.run.directory import RunDir
 from vime.run.files import write_atomic
+from vime.slurm.environment import submission_environment
 
 _TEN_YEARS_S = 10 * 365 * 24 * 3600
 

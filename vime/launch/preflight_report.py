@@ -14,16 +14,16 @@ from pathlib import Path
 
 from vime.config import Config
 from vime.launch import preflight
-from vime.launch.allocation import Allocation
-from vime.launch.environment import srun_environment
 from vime.launch.preflight import NodeReport, read_node_report
 from vime.launch.process_tree import signal_group
 from vime.launch.processes import collect, spawn
 from vime.launch.step_rank import INTERFACE
-from vime.launch.steps import container_prefix, gpu_option, python_of, step_options
 from vime.launch.stop_signals import StopSignals
 from vime.plan.plan import Component, Plan
 from vime.run.directory import RunDir, utc_now
+from vime.slurm.allocation import Allocation
+from vime.slurm.environment import srun_environment
+from vime.slurm.srun import container_prefix, gpu_option, python_of, step_options
 
 POLL = 0.25
 

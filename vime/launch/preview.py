@@ -12,10 +12,10 @@ from rich.table import Table
 
 from vime.config import Config
 from vime.config.time_limit import text as time_text
-from vime.launch.script import batch_command, sbatch_text
-from vime.node_list import compress
 from vime.plan.memory import memory_of, parts_text
 from vime.plan.plan import Component, Plan, Process, RolePlan
+from vime.slurm.node_list import compress
+from vime.slurm.script import batch_command, sbatch_text
 
 PORT = "<port>"
 """Servers bind a free port and publish it; no plan knows it."""

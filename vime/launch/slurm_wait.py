@@ -14,8 +14,8 @@ from submitit.core.core import Job
 
 from vime.launch.failure import launcher_failure
 from vime.launch.guardian import close
-from vime.launch.scheduler import ENDED, ask, batch_log
 from vime.run.directory import RunDir, Status, utc_now
+from vime.slurm.scheduler import ENDED, ask, batch_log
 
 ASK_INTERVAL = 5.0
 """Seconds between two questions to the controller, which many people ask."""

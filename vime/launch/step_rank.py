@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vime.launch.environment import without_job
 from vime.launch.lifeline import VARIABLE as LIFELINE
 from vime.launch.lifeline import hold
 from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
@@ -28,6 +27,7 @@ from vime.plan.plan import Plan
 from vime.run.directory import RunDir, utc_now
 from vime.run.network import interface_address
 from vime.run.role import become_subreaper, die_with_parent
+from vime.slurm.environment import without_job
 
 PREFIX = "vime-rank "
 """Start of the lines that are meant for the supervisor, among whatever srun itself prints."""

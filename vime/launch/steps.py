@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from vime.config import Config
-from vime.config.cluster import Cluster
-from vime.launch.allocation import Allocation
 from vime.launch.commands import FINISHES, Command
-from vime.models.cache import cache_folder
 from vime.plan.plan import Component, Plan, RolePlan
+from vime.slurm.allocation import Allocation
+from vime.slurm.srun import THREADS, container_prefix, gpu_option, python_of, step_options
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 COMPUTING = ("trainer", "engine")
 """Roles that get their component's CPUs and GPUs. The others share a node with them."""
 
@@ -50,11 +47,6 @@ def step_commands(
     return commands
 
 
-def python_of(cluster: Cluster) -> str:
-    """The Python that runs the roles: the container's, or the one that runs the supervisor."""
-    return cluster.container.python if cluster.container.kind != "none" else sys.executable
-
-
 def srun(config: Config, plan: Plan, component: Component, allocation: Allocation, role: RolePlan) -> list[str]:
     """The srun of one role, without the program. Its ranks are placed as the plan says."""
     used = list(dict.fromkeys(process.node for process in role.processes))
@@ -66,86 +58,13 @@ def srun(config: Config, plan: Plan, component: Component, allocation: Allocatio
     return [*step_options(config, plan, component, hosts, len(role.processes), each, cpus, role.name), *gpus]
 
 
-def step_options(
-    config: Config, plan: Plan, component: Component, hosts: list[str], tasks: int, each: int, cpus: int, name: str
-) -> list[str]:
-    """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers."""
-    group = [f"--het-group={plan.components.index(component)}"] if plan.layout == "hetjob" else []
-    return [
-        "srun",
-        *group,
-        f"--job-name={name}",
-        f"--nodes={len(hosts)}",
-        f"--nodelist={','.join(hosts)}",
-        f"--ntasks={tasks}",
-        # Fills one node after the other, as the plan does; `block` would balance them.
-        f"--distribution=plane={each}",
-        # 22.05 stopped handing down the job's own.
-        f"--cpus-per-task={cpus}",
-        # Steps of one node share it: engine, router and generator, and an idle rank's memory.
-        "--overlap",
-        "--mem=0",
-        "--mpi=none",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        *config.cluster.slurm.srun,
-        *pyxis_options(config),
-    ]
 
 
-def gpu_option(cluster: Cluster, count: int) -> list[str]:
-    """How a step asks for `count` GPUs of each node; nothing where the site has no such option."""
-    if not count or cluster.device != "cuda" or cluster.slurm.gpus == "none":
-        return []
-    named = f"{cluster.slurm.gpu_type}:{count}" if cluster.slurm.gpu_type else str(count)
-    return [f"--gpus-per-node={named}" if cluster.slurm.gpus == "gpus-per-node" else f"--gres=gpu:{named}"]
 
 
-def pyxis_options(config: Config) -> list[str]:
-    """The container options of srun; [] without pyxis."""
-    cluster, container = config.cluster, config.cluster.container
-    if container.kind != "pyxis":
-        return []
-    names = [*ROLE_VARIABLES, *cluster.environment, *container.environment]
-    workdir = [f"--container-workdir={container.workdir}"] if container.workdir else []
-    mounts = [f"--container-mounts={','.join(_mounts(config))}"]
-    # A variable set in the image beats the host's unless it is named here.
-    environment = [f"--container-env={','.join(names)}"]
-    return [f"--container-image={container.image}", *mounts, *workdir, *environment, *container.extra]
 
 
-def container_prefix(config: Config) -> list[str]:
-    """What comes before the program where apptainer runs it; [] elsewhere."""
-    cluster, container = config.cluster, config.cluster.container
-    if container.kind != "apptainer":
-        return []
-    binds = [f"--bind={mount}" for mount in _mounts(config)]
-    workdir = [f"--pwd={container.workdir}"] if container.workdir else []
-    gpus = ["--nv"] if cluster.device == "cuda" else []
-    return ["apptainer", "exec", *gpus, *binds, *workdir, *container.extra, str(container.image)]
 
 
-def _mounts(config: Config) -> list[str]:
-    """What the site mounts, and the folders of the runs and of the made models under their own names."""
-    own = [f"{config.run.root}:{config.run.root}"]
-    if config.model.tiny is not None:
-        own.append(f"{cache_folder()}:{cache_folder()}")
-    return [*config.cluster.container.mounts, *own]
 
 
-ROLE_VARIABLES = (
-    "VIME_RUN_DIR",
-    "VIME_STORE",
-    "VIME_ROLE",
-    "VIME_ATTEMPT",
-    "VIME_RUN_TOKEN",
-    "VIME_MODEL",
-    "VIME_LIFELINE",
-    "VIME_INTERFACE",
-    "VIME_STOP_TIMEOUT",
-    "PYTHONUNBUFFERED",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    *THREADS,
-)
-"""What a role is told by its environment, by name, for containers that set variables of their own."""

@@ -27,14 +27,14 @@ from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.prepare import prepare
 from vime.launch.process_tree import descendants
 from vime.launch.processes import KILL_TIMEOUT
-from vime.launch.scheduler import in_queue
-from vime.launch.slurm_executor import VimeExecutor, newest_job
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan.plan import Plan, make_plan
 from vime.run.checkpoints import newest, newest_checkpoint
 from vime.run.directory import RunDir, Status, utc_now
 from vime.run.files import write_atomic
 from vime.run.role import Role
+from vime.slurm.executor import VimeExecutor, newest_job
+from vime.slurm.scheduler import in_queue
 
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""

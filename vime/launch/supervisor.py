@@ -19,7 +19,6 @@ from typing import NoReturn
 from vime.config import Config, TinyModel
 from vime.config.compose import compose_warmup, load_resolved
 from vime.errors import UserError
-from vime.launch.allocation import Allocation
 from vime.launch.attempt import Attempt
 from vime.launch.chain import FRUITLESS, refusals
 from vime.launch.commands import Command, role_commands
@@ -33,6 +32,7 @@ from vime.plan.plan import Plan, make_plan
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.network import interface_address
 from vime.run.role import Role, become_subreaper
+from vime.slurm.allocation import Allocation
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
 WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")

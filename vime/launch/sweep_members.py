@@ -15,9 +15,9 @@ from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
-from vime.launch.scheduler import ask
 from vime.plan.plan import Plan, make_plan
 from vime.run.directory import RunDir
+from vime.slurm.scheduler import ask
 from vime.sweep import Combination, Slot, Sweep, look
 
 
@@ -50,7 +50,7 @@ class Alive:
 
     def __call__(self, run: RunDir) -> bool:
         """False only when the controller answers and has no such job: no answer is no answer."""
-        from vime.launch.slurm_executor import newest_job  # brings submitit, which most dry runs need not pay for
+        from vime.slurm.executor import newest_job  # brings submitit, which most dry runs need not pay for
 
         job = newest_job(run)
         if job is None:

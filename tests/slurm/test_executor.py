@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from submitit.core.plugins import get_executors
 
-from vime.launch import scheduler
-from vime.launch.slurm_executor import VimeExecutor, VimeJob, Watcher
 from vime.run.directory import RunDir, State, Status
+from vime.slurm import scheduler
+from vime.slurm.executor import VimeExecutor, VimeJob, Watcher
 
 
 def test_submitit_finds_the_executor_by_its_entry_point() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from vime.launch import scheduler
-from vime.launch.scheduler import job_fate, read_notice, read_sacct
 from vime.run.directory import State
+from vime.slurm import scheduler
+from vime.slurm.scheduler import job_fate, read_notice, read_sacct
 
 
 def test_the_leader_of_a_heterogeneous_job_is_its_row_plus_0() -> None:

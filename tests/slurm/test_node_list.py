@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.node_list import compress, expand
+from vime.slurm.node_list import compress, expand
 
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="SLURM's scontrol is not installed here")
 

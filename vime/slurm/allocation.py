@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vime.errors import UserError
-from vime.node_list import expand
 from vime.plan.plan import Plan
+from vime.slurm.node_list import expand
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """submitit's SLURM executor for one run in either layout, and the state of its job.
 
 submitit keeps the pickled call, its folder, its result and the requeueing. Its sbatch text knows no heterogeneous jobs,
-sends the warning signal past the batch step and cannot say "not exclusive", so the text is `vime.launch.script`'s.
+sends the warning signal past the batch step and cannot say "not exclusive", so the text is `vime.slurm.script`'s.
 Its watcher asks sacct alone, where the job `123` is called `123+0`, and waits for ever without accounting, so this one
 asks the controller first and then the run's own files.
 """
@@ -21,12 +21,12 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from vime.config import Config
 from vime.errors import UserError
-from vime.launch.environment import submission_environment
-from vime.launch.scheduler import ASK_TIMEOUT, job_states
-from vime.launch.script import sbatch_text
 from vime.plan.plan import Plan
 from vime.run.directory import RunDir, State
 from vime.run.files import write_atomic
+from vime.slurm.environment import submission_environment
+from vime.slurm.scheduler import ASK_TIMEOUT, job_states
+from vime.slurm.script import sbatch_text
 
 JOB_FILE = "job_id"
 """In the run's submitit folder: the id of its newest job."""

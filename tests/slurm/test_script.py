@@ -10,9 +10,9 @@ import pytest
 from tests.golden import CASES, FOLDER, golden, submission
 from vime.config.compose import compose
 from vime.errors import UserError
-from vime.launch.environment import without_job
-from vime.launch.script import sbatch_text
 from vime.plan.plan import make_plan
+from vime.slurm.environment import without_job
+from vime.slurm.script import sbatch_text
 
 RESET = ("partition", "constraint", "nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "segment")
 CARRIED = ("account", "qos", "time", "mem", "signal", "requeue", "output", "reservation", "exclude", "dependency")

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vime.launch.environment import submission_environment
 from vime.run.directory import RunDir, State
+from vime.slurm.environment import submission_environment
 
 ASK_TIMEOUT = 20.0
 NOTICE_TIME = 2.0
