@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.row import Row
-from vime.launch.commands import thread_counts
+from vime.supervise.commands import thread_counts
 
 NAMES = ("training_step", "rollout", "weight_transfer", "logprob_memory", "buffer", "trl", "routes", "routing_replay")
 QUIET = {

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from vime.config.compose import compose
-from vime.launch.stop_signals import StopSignals
-from vime.launch.supervisor import initial_policy
 from vime.run.directory import RunDir
+from vime.supervise.stop_signals import StopSignals
+from vime.supervise.supervisor import initial_policy
 
 if __name__ == "__main__":
     signals = StopSignals()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.row import Row
-from vime.launch.commands import thread_counts
+from vime.supervise.commands import thread_counts
 from vime.training.logprobs import vocab_parallel_logprobs
 
 CANDIDATES = ("chunked", "chunked_entropy", "plain")

@@ -15,9 +15,9 @@ from pathlib import Path
 from vime.buffer.control import Control
 from vime.config import Cluster, Config, Data, Model, Rollout, Training, Weights
 from vime.config.compose import dump_resolved
-from vime.launch.commands import thread_counts
 from vime.run.directory import RunDir
 from vime.run.role import Role
+from vime.supervise.commands import thread_counts
 
 STARTUP, STOP = 300.0, 15.0
 CONTEXT = 128

@@ -90,7 +90,7 @@ def interrupt(run: RunDir, how: str) -> None:
                 command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"vime.launch.supervisor" in command and str(run.path).encode() in command:
+            if b"vime.supervise.supervisor" in command and str(run.path).encode() in command:
                 os.kill(int(entry.name), signal.SIGUSR2)
 
 

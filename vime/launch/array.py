@@ -17,7 +17,6 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from vime.config.compose import ROOT
 from vime.errors import UserError
-from vime.launch.guardian import Guard
 from vime.launch.ready import check_ready
 from vime.launch.submit import new_run
 from vime.launch.sweep_members import Alive, Member, members, plan_member
@@ -25,6 +24,7 @@ from vime.run.files import write_atomic
 from vime.slurm.executor import ENDLESS, JOB_FILE, newest_job, sbatch
 from vime.slurm.scheduler import ask, batch_log
 from vime.slurm.script import batch_command, sbatch_text
+from vime.supervise.guardian import Guard
 from vime.sweep import Sweep
 
 SCRIPT = "sbatch/sweep.sbatch"

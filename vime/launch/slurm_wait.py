@@ -12,10 +12,10 @@ from typing import Any
 
 from submitit.core.core import Job
 
-from vime.launch.failure import launcher_failure
-from vime.launch.guardian import close
 from vime.run.directory import RunDir, Status, utc_now
 from vime.slurm.scheduler import ENDED, ask, batch_log
+from vime.supervise.failure import launcher_failure
+from vime.supervise.guardian import close
 
 ASK_INTERVAL = 5.0
 """Seconds between two questions to the controller, which many people ask."""

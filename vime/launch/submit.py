@@ -20,13 +20,7 @@ from submitit.local.local import LocalJob
 from vime.config import Config
 from vime.config.compose import override_resolved
 from vime.errors import UserError
-from vime.launch.chain import next_attempt
-from vime.launch.failure import GRACE, launcher_failure
-from vime.launch.guardian import SUPERVISOR, Guard, close
 from vime.launch.local_executor import DetachedLocalExecutor
-from vime.launch.prepare import prepare
-from vime.launch.process_tree import descendants
-from vime.launch.processes import KILL_TIMEOUT
 from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
 from vime.plan.plan import Plan, make_plan
 from vime.run.checkpoints import newest, newest_checkpoint
@@ -35,6 +29,11 @@ from vime.run.files import write_atomic
 from vime.run.role import Role
 from vime.slurm.executor import VimeExecutor, newest_job
 from vime.slurm.scheduler import in_queue
+from vime.supervise.failure import GRACE, launcher_failure
+from vime.supervise.guardian import SUPERVISOR, Guard, close
+from vime.supervise.lifecycle import next_attempt, prepare
+from vime.supervise.process_tree import descendants
+from vime.supervise.processes import KILL_TIMEOUT
 
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""

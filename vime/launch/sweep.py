@@ -23,8 +23,6 @@ from submitit.core.core import Job
 from vime.config.compose import refuse_repeated
 from vime.errors import UserError
 from vime.launch.array import LAYOUT, array_command, array_tasks, prepare_task
-from vime.launch.failure import launcher_failure
-from vime.launch.guardian import Guard, close
 from vime.launch.ready import check_ready
 from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.launch.submit import discard, new_run, submit
@@ -32,6 +30,8 @@ from vime.launch.sweep_members import Member, members, show
 from vime.run.directory import RunDir, utc_now
 from vime.slurm.executor import VimeExecutor
 from vime.slurm.scheduler import ENDED, ask, batch_log, job_states
+from vime.supervise.failure import launcher_failure
+from vime.supervise.guardian import Guard, close
 from vime.sweep import Sweep, read_sweep
 
 

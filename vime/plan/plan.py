@@ -176,7 +176,7 @@ def _roles(
     one = (Process(rank=0, node=first_rollout),)
     generator = "vime.rollout.demonstrations" if config.algorithm.name == "sft" else "vime.rollout.generator"
     roles = [
-        RolePlan(name="supervisor", component="trainer", module="vime.launch.supervisor", processes=supervisor),
+        RolePlan(name="supervisor", component="trainer", module="vime.supervise.supervisor", processes=supervisor),
         RolePlan(name="trainer", component="trainer", module="vime.training.main", processes=trainers),
     ]
     if engines:

@@ -31,7 +31,7 @@ from vime.slurm.script import sbatch_text
 JOB_FILE = "job_id"
 """In the run's submitit folder: the id of its newest job."""
 ENDLESS = 1_000_000
-"""submitit counts how often a job may time out; here the chain of attempts decides (`vime.launch.chain`)."""
+"""submitit counts how often a job may time out; here the chain of attempts decides (`vime.supervise.lifecycle`)."""
 _SLURM_STATE: dict[State, str] = {
     "completed": "COMPLETED",
     "failed": "FAILED",

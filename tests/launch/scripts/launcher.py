@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from vime.config.compose import load_resolved
-from vime.launch.guardian import SUPERVISOR
 from vime.launch.submit import submit
 from vime.plan.plan import make_plan
+from vime.supervise.guardian import SUPERVISOR
 
 if __name__ == "__main__":
     config = load_resolved(Path(sys.argv[1]))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vime.config import Config
-from vime.launch.commands import Command
-from vime.launch.supervisor import main
 from vime.plan.plan import Plan
+from vime.supervise.commands import Command
+from vime.supervise.supervisor import main
 
 ROLE = str(Path(__file__).with_name("role.py"))
 

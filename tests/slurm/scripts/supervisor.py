@@ -10,11 +10,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from vime.config import Config
-from vime.launch.commands import Command
-from vime.launch.steps import step_commands
-from vime.launch.supervisor import main
 from vime.plan.plan import Plan
 from vime.slurm.allocation import Allocation
+from vime.supervise.commands import Command, step_commands
+from vime.supervise.supervisor import main
 
 SLURM = Path(__file__).with_name("role.py")
 LOCAL = Path(__file__).parents[2] / "launch" / "scripts" / "role.py"

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vime.config import Config
-from vime.launch import preflight
-from vime.launch.preflight import NodeReport, read_node_report
-from vime.launch.process_tree import signal_group
-from vime.launch.processes import collect, spawn
-from vime.launch.step_rank import INTERFACE
-from vime.launch.stop_signals import StopSignals
 from vime.plan.plan import Component, Plan
 from vime.run.directory import RunDir, utc_now
 from vime.slurm.allocation import Allocation
 from vime.slurm.environment import srun_environment
 from vime.slurm.srun import container_prefix, gpu_option, python_of, step_options
+from vime.supervise import preflight_node
+from vime.supervise.preflight_node import NodeReport, read_node_report
+from vime.supervise.process_tree import signal_group
+from vime.supervise.processes import collect, spawn
+from vime.supervise.step_rank import INTERFACE
+from vime.supervise.stop_signals import StopSignals
 
 POLL = 0.25
 
@@ -72,7 +72,7 @@ def check_nodes(
     folder = run.log("supervisor", 0, attempt).parent / "preflight"
     folder.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(8)
-    (folder / preflight.ASKED).write_text(token)
+    (folder / preflight_node.ASKED).write_text(token)
     steps = [_start(config, plan, component, allocation, folder) for component in plan.components]
     try:
         _wait(steps, settings.timeout, signals)
@@ -123,16 +123,16 @@ def _start(config: Config, plan: Plan, component: Component, allocation: Allocat
     environment = {
         **srun_environment(os.environ),
         **cluster.environment,
-        preflight.CHECKS: ",".join(cluster.preflight.checks),
-        preflight.FOLDER: str(folder),
-        preflight.GPUS: str(component.gpus_per_node if cluster.device == "cuda" else 0),
+        preflight_node.CHECKS: ",".join(cluster.preflight.checks),
+        preflight_node.FOLDER: str(folder),
+        preflight_node.GPUS: str(component.gpus_per_node if cluster.device == "cuda" else 0),
         INTERFACE: cluster.interface,
     }
     argv = (
         *step_options(config, plan, component, list(hosts), len(hosts), 1, 1, "preflight"),
         *gpu_option(cluster, component.gpus_per_node),
         *container_prefix(config),
-        *(python_of(cluster), "-m", "vime.launch.preflight"),
+        *(python_of(cluster), "-m", "vime.supervise.preflight_node"),
     )
     return _Step(hosts, output, spawn(argv, environment, output))
 
@@ -158,7 +158,7 @@ def _silent(step: _Step, timeout: float) -> list[Problem]:
 
 def _unseen(reports: Mapping[str, NodeReport], folder: Path, token: str) -> list[Problem]:
     """Nodes that wrote their file where it does not show here within a bounded time."""
-    deadline = time.monotonic() + preflight.FILE_TIMEOUT
+    deadline = time.monotonic() + preflight_node.FILE_TIMEOUT
     waiting = {
         node for node, report in reports.items() if not any(what.startswith("files") for what in report.problems)
     }

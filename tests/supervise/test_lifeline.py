@@ -13,11 +13,11 @@ import pytest
 from tests.launch.job import until
 from vime.config.compose import compose
 from vime.errors import WaitTimeout
-from vime.launch.lifeline import Lifeline, hold
-from vime.launch.prepare import prepare
-from vime.launch.step_rank import PREFIX
 from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
+from vime.supervise.lifecycle import prepare
+from vime.supervise.lifeline import Lifeline, hold
+from vime.supervise.step_rank import PREFIX
 
 CHILD = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + CHILD
@@ -43,7 +43,7 @@ def _wrapper(run: RunDir, lifeline: Lifeline, program: str) -> subprocess.Popen[
         "VIME_STOP_TIMEOUT": "0.5",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "vime.launch.step_rank", sys.executable, "-S", "-c", program],
+        [sys.executable, "-m", "vime.supervise.step_rank", sys.executable, "-S", "-c", program],
         env=os.environ | environ,
         stdout=subprocess.PIPE,
         text=True,

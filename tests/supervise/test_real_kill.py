@@ -51,7 +51,7 @@ def test_a_killed_role_ends_the_run_within_10_seconds_and_leaves_nothing(start: 
     job = _running(start)
     ports = _listening(set(job.processes()))
     assert len(ports) >= 3, "the store, an engine and the router listen"
-    pids = {**_pids(job), "supervisor-0": job.pid_of("vime.launch.supervisor")}
+    pids = {**_pids(job), "supervisor-0": job.pid_of("vime.supervise.supervisor")}
     began = time.monotonic()
     job.kill(pids[victim])
     assert job.end(timeout=10) == 1

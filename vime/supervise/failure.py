@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vime.config.cluster import Cluster
-from vime.launch.processes import End
-from vime.launch.stop_signals import Stopped
 from vime.run.directory import Failure, RunDir, State, node_name, utc_now
 from vime.slurm.allocation import Allocation
 from vime.slurm.scheduler import batch_log, job_fate, output_of
+from vime.supervise.processes import End
+from vime.supervise.stop_signals import Stopped
 
 GRACE = 1.0
 """Seconds after the first unexpected end in which further ends are collected before one is named the cause."""

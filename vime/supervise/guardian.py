@@ -23,16 +23,16 @@ from types import FrameType
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from vime.errors import UserError
-from vime.launch.chain import begin_attempt, fruitless, refused_nodes
-from vime.launch.failure import launcher_failure
-from vime.launch.process_tree import kill_descendants, reap_orphans
-from vime.launch.processes import KILL_TIMEOUT, signal_name
-from vime.launch.stop_signals import WATCHED
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.role import become_subreaper, die_with_parent
 from vime.slurm.scheduler import exclude_nodes, job_states, requeue_ending
+from vime.supervise.failure import launcher_failure
+from vime.supervise.lifecycle import begin_attempt, fruitless, refused_nodes
+from vime.supervise.process_tree import kill_descendants, reap_orphans
+from vime.supervise.processes import KILL_TIMEOUT, signal_name
+from vime.supervise.stop_signals import WATCHED
 
-SUPERVISOR = (sys.executable, "-m", "vime.launch.supervisor")
+SUPERVISOR = (sys.executable, "-m", "vime.supervise.supervisor")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 EXCLUDE_TRIES = 10
 TRIES = 3

@@ -6,8 +6,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from vime.config import Config
+from vime.config.compose import dump_resolved
+from vime.plan.plan import Plan
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import RunDir, Status
+from vime.run.files import write_atomic
 
 FRUITLESS = 2
 """Attempts in a row without a new checkpoint after which the chain ends itself."""
@@ -82,3 +86,10 @@ def _events(run: RunDir) -> list[dict[str, Any]]:
         except ValueError:
             continue  # torn by a kill
     return found
+
+
+def prepare(run: RunDir, config: Config, plan: Plan) -> None:
+    """Write configuration, plan and a pending status into the run's folder."""
+    write_atomic(run.config, dump_resolved(config))
+    write_atomic(run.plan, plan.model_dump_json(indent=2) + "\n")
+    run.write_status(Status(state="pending"))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.launch.job import config_in
 from vime.config.compose import compose
-from vime.launch.commands import role_commands
 from vime.plan.plan import make_plan
+from vime.supervise.commands import role_commands
 
 
 @pytest.fixture(autouse=True)

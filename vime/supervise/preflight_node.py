@@ -1,7 +1,7 @@
-"""Checks of one node before roles start there: `python -m vime.launch.preflight`, a task a node, in the container.
+"""Checks of one node before roles start there: `python -m vime.supervise.preflight_node`, a task a node, in the container.
 
 Each check is bounded. A node prints one line: what it found wrong, and the facts that must be equal on all nodes. The
-supervisor compares those (`vime.launch.preflight_report`).
+supervisor compares those (`vime.supervise.preflight`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from vime.errors import UserError
-from vime.launch.step_rank import INTERFACE
 from vime.run.network import interface_address
+from vime.supervise.step_rank import INTERFACE
 
 PREFIX = "vime-preflight "
 CHECKS = "VIME_PREFLIGHT"

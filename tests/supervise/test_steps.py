@@ -9,14 +9,13 @@ import pytest
 from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
-from vime.launch.commands import Command
-from vime.launch.step_process import StepProcess
-from vime.launch.step_rank import RankReport, role_environment
-from vime.launch.steps import step_commands
 from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
 from vime.slurm.allocation import Allocation
 from vime.slurm.environment import srun_environment
+from vime.supervise.commands import Command, step_commands
+from vime.supervise.step_process import StepProcess
+from vime.supervise.step_rank import RankReport, role_environment
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -44,7 +43,7 @@ def _commands(config: Config, nodes: str | None = None) -> dict[str, Command]:
 def test_a_step_of_a_heterogeneous_job_names_its_component_and_its_size() -> None:
     commands = _commands(_config())
     trainer = commands["trainer"].argv
-    program = (sys.executable, "-m", "vime.launch.step_rank", sys.executable, "-m", "vime.training.main")
+    program = (sys.executable, "-m", "vime.supervise.step_rank", sys.executable, "-m", "vime.training.main")
     assert trainer[-6:] == program
     assert trainer[:7] == (
         "srun",
@@ -148,7 +147,7 @@ STARTED = [RankReport(rank, f"n{rank}", "now", 100 + rank) for rank in (0, 1)]
 
 @pytest.fixture(autouse=True)
 def _collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vime.launch.step_process.collect", lambda popen: popen.returncode)
+    monkeypatch.setattr("vime.supervise.step_process.collect", lambda popen: popen.returncode)
 
 
 def test_the_ranks_of_a_step_say_how_they_ended(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vime.launch.commands import Command
-from vime.launch.process_tree import signal_group
-from vime.launch.processes import End, collect, signal_name
-from vime.launch.step_rank import RankReport, read_report
 from vime.run.directory import RunDir, utc_now
+from vime.supervise.commands import Command
+from vime.supervise.process_tree import signal_group
+from vime.supervise.processes import End, collect, signal_name
+from vime.supervise.step_rank import RankReport, read_report
 
 _TASK = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>\[?\d[\d,\-]*\]?): Killed")
 _NODE = re.compile(r"srun: error: Node failure on (?P<node>\S+)")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from vime.launch.commands import Command
-from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.run.directory import node_name, utc_now
 from vime.run.role import die_with_parent
+from vime.supervise.commands import Command
+from vime.supervise.process_tree import kill_descendants, reap_orphans, signal_group
 
 KILL_TIMEOUT = 3.0
 """Seconds the kernel gets to end processes that were sent SIGKILL."""

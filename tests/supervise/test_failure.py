@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from vime.config.cluster import Cluster, Slurm
-from vime.launch.commands import Command
-from vime.launch.failure import first_cause, stop_outcome, tail
-from vime.launch.processes import End
-from vime.launch.stop_signals import Stopped
 from vime.run.directory import RunDir, Status
 from vime.slurm.allocation import Allocation
+from vime.supervise.commands import Command
+from vime.supervise.failure import first_cause, stop_outcome, tail
+from vime.supervise.processes import End
+from vime.supervise.stop_signals import Stopped
 
 
 def _end(role: str, seconds: float, exit_code: int | None = None, signal: str | None = None) -> End:

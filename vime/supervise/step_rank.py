@@ -1,8 +1,8 @@
-"""One rank of a step of srun: `python -m vime.launch.step_rank COMMAND...`, the parent of a role's process on its node.
+"""One rank of a step of srun: `python -m vime.supervise.step_rank COMMAND...`, the parent of a role's process on its node.
 
 It turns what srun says into the contract that a role knows (rank, world size, address of the node, its GPUs), runs the
 command in a process group of its own with its own log, and prints one line for the supervisor when it starts and when
-it ends. It ends the role when the supervisor is gone (see `vime.launch.lifeline`), and leaves nothing of it behind.
+it ends. It ends the role when the supervisor is gone (see `vime.supervise.lifeline`), and leaves nothing of it behind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vime.launch.lifeline import VARIABLE as LIFELINE
-from vime.launch.lifeline import hold
-from vime.launch.process_tree import kill_descendants, reap_orphans, signal_group
-from vime.launch.processes import KILL_TIMEOUT, collect, signal_name, spawn
 from vime.plan.plan import Plan
 from vime.run.directory import RunDir, utc_now
 from vime.run.network import interface_address
 from vime.run.role import become_subreaper, die_with_parent
 from vime.slurm.environment import without_job
+from vime.supervise.lifeline import VARIABLE as LIFELINE
+from vime.supervise.lifeline import hold
+from vime.supervise.process_tree import kill_descendants, reap_orphans, signal_group
+from vime.supervise.processes import KILL_TIMEOUT, collect, signal_name, spawn
 
 PREFIX = "vime-rank "
 """Start of the lines that are meant for the supervisor, among whatever srun itself prints."""

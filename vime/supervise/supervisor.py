@@ -1,4 +1,4 @@
-"""The supervisor of a run: `python -m vime.launch.supervisor RUN_DIR`, started by the guardian.
+"""The supervisor of a run: `python -m vime.supervise.supervisor RUN_DIR`, started by the guardian.
 
 It makes sure that the initial policy exists (which may take a whole run of its own, the warm-up), then runs one attempt
 and ends with exit code 0 when the run completed, else 1.
@@ -19,20 +19,18 @@ from typing import NoReturn
 from vime.config import Config, TinyModel
 from vime.config.compose import compose_warmup, load_resolved
 from vime.errors import UserError
-from vime.launch.attempt import Attempt
-from vime.launch.chain import FRUITLESS, refusals
-from vime.launch.commands import Command, role_commands
-from vime.launch.failure import stop_outcome
-from vime.launch.preflight_report import Problem, check_nodes
-from vime.launch.prepare import prepare
-from vime.launch.steps import step_commands
-from vime.launch.stop_signals import Stopped, StopSignals
 from vime.models.cache import cached_model, model_key
 from vime.plan.plan import Plan, make_plan
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.network import interface_address
 from vime.run.role import Role, become_subreaper
 from vime.slurm.allocation import Allocation
+from vime.supervise.attempt import Attempt
+from vime.supervise.commands import Command, role_commands, step_commands
+from vime.supervise.failure import stop_outcome
+from vime.supervise.lifecycle import FRUITLESS, prepare, refusals
+from vime.supervise.preflight import Problem, check_nodes
+from vime.supervise.stop_signals import Stopped, StopSignals
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
 WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vime.launch.chain import begin_attempt, fruitless, refusals, refused_nodes
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import Failure, RunDir, State, Status
+from vime.supervise.lifecycle import begin_attempt, fruitless, refusals, refused_nodes
 
 FAILURE = Failure("trainer", 0, "n", 1, None, "now", "log", [])
 

@@ -14,14 +14,6 @@ from typing import Any
 from vime.buffer.control import Control, StopMessage
 from vime.config import Cluster
 from vime.errors import UserError
-from vime.launch.commands import Command
-from vime.launch.failure import GRACE, describe, first_cause, stop_outcome
-from vime.launch.lifeline import VARIABLE as LIFELINE
-from vime.launch.lifeline import Lifeline
-from vime.launch.processes import End, Processes, spawn
-from vime.launch.step_process import StepProcess
-from vime.launch.step_rank import INTERFACE, STOP_TIMEOUT
-from vime.launch.stop_signals import Stopped, StopSignals
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import Failure, RunDir, State, Status, utc_now
 from vime.run.jsonl import last_step
@@ -29,6 +21,14 @@ from vime.run.role import Role
 from vime.slurm.allocation import Allocation
 from vime.slurm.environment import srun_environment, without_job
 from vime.slurm.scheduler import job_states
+from vime.supervise.commands import Command
+from vime.supervise.failure import GRACE, describe, first_cause, stop_outcome
+from vime.supervise.lifeline import VARIABLE as LIFELINE
+from vime.supervise.lifeline import Lifeline
+from vime.supervise.processes import End, Processes, spawn
+from vime.supervise.step_process import StepProcess
+from vime.supervise.step_rank import INTERFACE, STOP_TIMEOUT
+from vime.supervise.stop_signals import Stopped, StopSignals
 
 POLL = 0.25
 """Longest seconds between two looks at the roles; an ended child of this process wakes it at once."""

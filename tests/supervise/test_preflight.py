@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from vime.launch import preflight
-from vime.launch.preflight import NodeReport, look, read_node_report
-from vime.launch.preflight_report import Problem, skewed, unequal
-from vime.launch.step_rank import INTERFACE
+from vime.supervise import preflight_node
+from vime.supervise.preflight import Problem, skewed, unequal
+from vime.supervise.preflight_node import NodeReport, look, read_node_report
+from vime.supervise.step_rank import INTERFACE
 
 
 def _environ(folder: Path, checks: str, **more: str) -> dict[str, str]:
     return {
-        preflight.CHECKS: checks,
-        preflight.FOLDER: str(folder),
+        preflight_node.CHECKS: checks,
+        preflight_node.FOLDER: str(folder),
         INTERFACE: "lo",
         "SLURMD_NODENAME": "n1",
         "PATH": os.environ["PATH"],
@@ -24,7 +24,7 @@ def _environ(folder: Path, checks: str, **more: str) -> dict[str, str]:
 
 
 def test_a_good_node_has_no_problems_and_says_its_versions(tmp_path: Path) -> None:
-    (tmp_path / preflight.ASKED).write_text("token")
+    (tmp_path / preflight_node.ASKED).write_text("token")
     report = look(_environ(tmp_path, "gpus,nvlink,files,ports,versions,clock"))
     assert (report.node, report.problems) == ("n1", [])
     assert report.versions["submitit"].count(".") == 2
@@ -32,7 +32,7 @@ def test_a_good_node_has_no_problems_and_says_its_versions(tmp_path: Path) -> No
     assert (tmp_path / "n1.txt").read_text() == "token"
     assert read_node_report(report.line()) == report
     assert read_node_report("srun: error: something else") is None
-    assert read_node_report(f"{preflight.PREFIX}{{") is None
+    assert read_node_report(f"{preflight_node.PREFIX}{{") is None
 
 
 def test_only_the_checks_that_are_asked_for_are_made(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_only_the_checks_that_are_asked_for_are_made(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_a_node_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "FILE_TIMEOUT", 0.3)
-    environ = _environ(tmp_path, "gpus,files,ports", **{preflight.GPUS: "4", "PATH": "", INTERFACE: "nope0"})
+    environ = _environ(tmp_path, "gpus,files,ports", **{preflight_node.GPUS: "4", "PATH": "", INTERFACE: "nope0"})
     monkeypatch.setenv("PATH", str(tmp_path))
     gpus, files, ports = look(environ).problems
     assert gpus == "gpus: nvidia-smi does not answer; 4 GPUs are wanted"
@@ -66,14 +66,14 @@ def test_gpus_that_are_missing_or_taken_and_links_that_are_down(
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     _nvidia_smi(tmp_path, 3, "4711, 1024 MiB")
-    problems = look(_environ(tmp_path, "gpus,nvlink", **{preflight.GPUS: "4"})).problems
+    problems = look(_environ(tmp_path, "gpus,nvlink", **{preflight_node.GPUS: "4"})).problems
     assert problems == [
         "gpus: 3 GPUs of the 4 wanted",
         "gpus: GPUs are used by other processes: 4711, 1024 MiB",
         "nvlink: 1 NVLinks are inactive: Link 1: <inactive>",
     ]
     _nvidia_smi(tmp_path, 4, "")
-    assert look(_environ(tmp_path, "gpus", **{preflight.GPUS: "4"})).problems == []
+    assert look(_environ(tmp_path, "gpus", **{preflight_node.GPUS: "4"})).problems == []
 
 
 def test_the_node_that_differs_is_named() -> None:
