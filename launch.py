@@ -27,7 +27,7 @@ USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ..
 
   cluster=NAME       a file in clusters/, or a path
   recipe=NAME        a file in configs/, or a path
-  sweep=FILE         runs the recipe with every combination of the file's values (see vime/sweep.py);
+  sweep=FILE         runs the recipe with every combination of the file's values (see vime/launch/sweep/file.py);
                      sweep.parallel=N at once
   dotted.key=value   changes one value, such as training.learning_rate=1e-6; values are YAML
 
@@ -131,7 +131,7 @@ def run(command: Command) -> int:
         print_preview(config, plan, command.as_json)
         return 0
     # Imported late: a dry run and an error must not pay for what only a submission needs.
-    from vime.launch.ready import check_ready
+    from vime.launch.checks import check_ready
     from vime.launch.submit import submit
 
     check_ready(config)
@@ -141,16 +141,16 @@ def run(command: Command) -> int:
 
 def run_sweep(command: Command, file: str) -> int:
     """Show or submit every combination of a sweep file; returns the exit code. Raises UserError."""
-    from vime.sweep import read_sweep
+    from vime.launch.sweep.file import read_sweep
 
     sweep = read_sweep(Path(file), command.cluster or None, command.recipe or None, command.overrides)
     if command.dry_run:
-        from vime.launch.sweep_members import print_sweep
+        from vime.launch.sweep.members import print_sweep
 
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print_sweep(sweep, command.as_json)
         return 0
-    from vime.launch.sweep import submit_sweep
+    from vime.launch.sweep.submit import submit_sweep
 
     return submit_sweep(sweep, command.parallel, wait=command.wait)
 

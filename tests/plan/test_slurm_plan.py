@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from vime.config.compose import compose
 from vime.errors import UserError
+from vime.launch.checks import check_ready
 from vime.launch.preview import preview_data
-from vime.launch.ready import check_ready
 from vime.plan.plan import Plan, make_plan
 
 CLUSTERS = ("a100", "h200", "gb200")

@@ -21,7 +21,7 @@ from vime.config import Config
 from vime.config.compose import override_resolved
 from vime.errors import UserError
 from vime.launch.local_executor import DetachedLocalExecutor
-from vime.launch.slurm_wait import ended_by_signals, stay_on_slurm
+from vime.launch.wait import ended_by_signals, stay_on_slurm
 from vime.plan.plan import Plan, make_plan
 from vime.run.checkpoints import newest, newest_checkpoint
 from vime.run.directory import RunDir, Status, utc_now

@@ -17,15 +17,15 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from vime.config.compose import ROOT
 from vime.errors import UserError
-from vime.launch.ready import check_ready
+from vime.launch.checks import check_ready
 from vime.launch.submit import new_run
-from vime.launch.sweep_members import Alive, Member, members, plan_member
+from vime.launch.sweep.file import Sweep
+from vime.launch.sweep.members import Alive, Member, members, plan_member
 from vime.run.files import write_atomic
 from vime.slurm.executor import ENDLESS, JOB_FILE, newest_job, sbatch
 from vime.slurm.scheduler import ask, batch_log
 from vime.slurm.script import batch_command, sbatch_text
 from vime.supervise.guardian import Guard
-from vime.sweep import Sweep
 
 SCRIPT = "sbatch/sweep.sbatch"
 LAYOUT = "launch.layout=partitioned"

@@ -15,10 +15,10 @@ from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
+from vime.launch.sweep.file import Combination, Slot, Sweep, look
 from vime.plan.plan import Plan, make_plan
 from vime.run.directory import RunDir
 from vime.slurm.scheduler import ask
-from vime.sweep import Combination, Slot, Sweep, look
 
 
 @dataclass(frozen=True)

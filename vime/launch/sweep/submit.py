@@ -1,7 +1,7 @@
 """The runs of a sweep: submitted in lanes, or one after another on this machine.
 
-`python -m vime.launch.sweep SWEEP.yaml [cluster=NAME] [recipe=NAME] [dotted.key=value ...]` shows the sweep and the
-sbatch command for it as a job array (`vime.launch.array`). With `--task N` it makes task N ready inside its allocation
+`python -m vime.launch.sweep.submit SWEEP.yaml [cluster=NAME] [recipe=NAME] [dotted.key=value ...]` shows the sweep and the
+sbatch command for it as a job array (`vime.launch.sweep.array`). With `--task N` it makes task N ready inside its allocation
 and prints the script to go on with; sbatch/sweep.sbatch does that.
 """
 
@@ -22,17 +22,17 @@ from submitit.core.core import Job
 
 from vime.config.compose import refuse_repeated
 from vime.errors import UserError
-from vime.launch.array import LAYOUT, array_command, array_tasks, prepare_task
-from vime.launch.ready import check_ready
-from vime.launch.slurm_wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
+from vime.launch.checks import check_ready
 from vime.launch.submit import discard, new_run, submit
-from vime.launch.sweep_members import Member, members, show
+from vime.launch.sweep.array import LAYOUT, array_command, array_tasks, prepare_task
+from vime.launch.sweep.file import Sweep, read_sweep
+from vime.launch.sweep.members import Member, members, show
+from vime.launch.wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.run.directory import RunDir, utc_now
 from vime.slurm.executor import VimeExecutor
 from vime.slurm.scheduler import ENDED, ask, batch_log, job_states
 from vime.supervise.failure import launcher_failure
 from vime.supervise.guardian import Guard, close
-from vime.sweep import Sweep, read_sweep
 
 
 def submit_sweep(sweep: Sweep, parallel: int | None, *, wait: bool | None) -> int:
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
             given = [argument for argument in arguments if not argument.startswith("sweep.")]
             print(shlex.join(array_command(found, array_tasks(found, parallel or sweep.parallel), given)))
     except UserError as error:
-        print(f"vime.launch.sweep: {error}", file=sys.stderr)
+        print(f"vime.launch.sweep.submit: {error}", file=sys.stderr)
         return 2
     return 0
 

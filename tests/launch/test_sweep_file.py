@@ -9,8 +9,8 @@ import pytest
 
 from vime.config.compose import compose
 from vime.errors import UserError
+from vime.launch.sweep.file import Sweep, look, read_sweep
 from vime.run.directory import RunDir, Status
-from vime.sweep import Sweep, look, read_sweep
 
 
 @pytest.fixture

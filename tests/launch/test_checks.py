@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.rollout.check import check_function, top_level_names
+from vime.launch.checks import check_function, top_level_names
 
 REPOSITORY = Path(__file__).parents[2]
 FUNCTIONS = """

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
-from vime.launch.array import prepare_task
-from vime.launch.sweep import main, submit_sweep
+from vime.launch.sweep.array import prepare_task
+from vime.launch.sweep.file import read_sweep
+from vime.launch.sweep.submit import main, submit_sweep
 from vime.run.directory import RunDir
-from vime.sweep import read_sweep
 
 SWEEP = "grid: {run.seed: [1, 2]}\nset: {training.steps: 2, rollout.prompts_per_step: 8, data.size: 500}\n"
 
