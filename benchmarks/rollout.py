@@ -21,19 +21,18 @@ from vime.buffer.writer import BufferWriter
 from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 from vime.rollout.client import RolloutClient, Sampling
-from vime.rollout.feed import PromptFeed
+from vime.rollout.data.format import Turns, load_tokenizer, make_format
+from vime.rollout.data.sources import load_problems
+from vime.rollout.data.user_calls import UserCalls
+from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.filters import Filters
-from vime.rollout.format import load_tokenizer, make_format
-from vime.rollout.generate import Generation, request_seed
 from vime.rollout.generator import keep
+from vime.rollout.group import Generation, request_seed
 from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline
-from vime.rollout.rewards import Scorer
-from vime.rollout.served import Served
-from vime.rollout.server import SERVED_NAME
-from vime.rollout.sources import load_problems
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import UserCalls
+from vime.rollout.policy_version import Served
+from vime.rollout.prompts import PromptFeed
+from vime.rollout.rewards.scorer import Scorer
 
 MODEL = TinyModel(layers=2, hidden=192, heads=6, ffn=512, context=128, initializer_range=0.08)
 """tiny_grpo's; a wider initial range, so that a random model does not answer all alike."""

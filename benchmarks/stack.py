@@ -63,10 +63,10 @@ def serve(model: Path, folder: Path, *, router: bool) -> Iterator[Stack]:
     run_dir.config.write_text(dump_resolved(config), encoding="utf-8")
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
-    processes = [_start(role, "vime.rollout.engine", thread_counts(1))]
+    processes = [_start(role, "vime.rollout.engine.engine", thread_counts(1))]
     try:
         if router:
-            processes.append(_start(replace(role, name="router"), "vime.rollout.router", thread_counts(None)))
+            processes.append(_start(replace(role, name="router"), "vime.rollout.router.router", thread_counts(None)))
         try:
             engine_url = control.engine(0, STARTUP).url
             router_url = control.router(STARTUP) if router else None

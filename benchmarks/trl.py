@@ -159,7 +159,7 @@ def _held_out(config: Config, policy: Path) -> tuple[float, int]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    from vime.rollout.sources import load_problems
+    from vime.rollout.data.sources import load_problems
 
     logging.set_verbosity_error()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -30,8 +30,8 @@ def train(config: Config, model: Path, out: Path) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
 
+    from vime.rollout.data.sources import load_problems
     from vime.rollout.prompts import PromptStream
-    from vime.rollout.sources import load_problems
 
     data, rollout, training, algorithm = config.data, config.rollout, config.training, config.algorithm
     training_problems = load_problems(data, config.run.seed, config.cluster.startup_timeout).training

@@ -148,8 +148,8 @@ def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSta
     run_dir.config.write_text(dump_resolved(config))
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
-    engine = start_role(role, "vime.rollout.engine")
-    router = start_role(replace(role, name="router"), "vime.rollout.router")
+    engine = start_role(role, "vime.rollout.engine.engine")
+    router = start_role(replace(role, name="router"), "vime.rollout.router.router")
     try:
         address = control.engine(0, STARTUP)
         router_url = control.router(60)

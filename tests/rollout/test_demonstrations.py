@@ -14,9 +14,9 @@ from vime.buffer.manifest import committed
 from vime.buffer.reader import BufferReader
 from vime.config import Config, Demonstrations, TinyModel
 from vime.models.tiny import make_tiny
+from vime.rollout.data.format import load_tokenizer
+from vime.rollout.data.sources import load_problems
 from vime.rollout.demonstrations import BATCHES_AHEAD, demonstrated_answer, run_demonstrations
-from vime.rollout.format import load_tokenizer
-from vime.rollout.sources import load_problems
 from vime.run.directory import RunDir
 from vime.run.jsonl import read_lines
 from vime.run.role import Role

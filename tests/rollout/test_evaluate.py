@@ -14,15 +14,20 @@ from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.rollout.client import Completion, Sampling
-from vime.rollout.evaluate import evaluate, evaluated_versions, evaluation_due, evaluation_tasks
-from vime.rollout.format import FormatFailed
-from vime.rollout.generate import Generation
+from vime.rollout.data.format import FormatFailed, Turns
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import UserCalls
+from vime.rollout.evaluate import (
+    evaluate,
+    evaluated_versions,
+    evaluation_due,
+    evaluation_tasks,
+    mean_pass_at,
+    pass_at_k,
+)
+from vime.rollout.group import Generation
 from vime.rollout.limits import Limits
-from vime.rollout.pass_at_k import mean_pass_at, pass_at_k
-from vime.rollout.problem import Problem
-from vime.rollout.rewards import Scorer
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import UserCalls
+from vime.rollout.rewards.scorer import Scorer
 
 LIMITS = Limits(context=40, stop_token_ids=(0,), max_response=20)
 

@@ -19,8 +19,8 @@ from vime.buffer.reader import BufferReader
 from vime.config import Buffer, Evaluation
 from vime.config.algorithm import TEACHER_KEY, Algorithm
 from vime.config.compose import dump_resolved
-from vime.rollout.format import load_tokenizer
-from vime.rollout.sources import load_problems
+from vime.rollout.data.format import load_tokenizer
+from vime.rollout.data.sources import load_problems
 from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow

@@ -17,16 +17,15 @@ from tests.rollout.reference import logprobs
 from vime.buffer.sample import Group, Sample
 from vime.config import Config, Data, Rollout
 from vime.rollout.client import Completion, RolloutClient, Sampling
+from vime.rollout.data.format import Turns, load_tokenizer, make_format
+from vime.rollout.data.sources import load_problems
+from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.episode import Episode
-from vime.rollout.feed import PromptFeed
 from vime.rollout.filters import Filters
-from vime.rollout.format import load_tokenizer, make_format
-from vime.rollout.generate import Generation, Tally, load_generate
+from vime.rollout.group import Generation, Tally, load_generate
 from vime.rollout.limits import Limits, read_limits
-from vime.rollout.rewards import Answered, Scorer
-from vime.rollout.sources import load_problems
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import UserCalls
+from vime.rollout.prompts import PromptFeed
+from vime.rollout.rewards.scorer import Answered, Scorer
 
 README = Path(__file__).parents[2] / "README.md"
 LOGIC = {

@@ -20,20 +20,19 @@ from vime.buffer.sample import Group
 from vime.config import Buffer, Cluster, Config, Data, Model, Rollout, TinyModel, Training
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.client import Completion, Sampling
-from vime.rollout.feed import PromptFeed
+from vime.rollout.data.format import Turns, make_format
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.filters import Filters
-from vime.rollout.format import make_format
-from vime.rollout.generate import Generation, load_generate, request_seed
+from vime.rollout.group import Generation, load_generate, request_seed
+from vime.rollout.http_client import BadResponse
 from vime.rollout.limits import Limits
-from vime.rollout.patient import BadResponse
+from vime.rollout.metrics import StepStatistics
 from vime.rollout.pipeline import Pipeline, TooManyLost
-from vime.rollout.problem import Problem
-from vime.rollout.rewards import Scorer
-from vime.rollout.served import Served
-from vime.rollout.step import StepStatistics
+from vime.rollout.policy_version import Served
+from vime.rollout.prompts import PromptFeed
+from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import UserCalls
 
 END = 0
 HERE = "tests.rollout.test_pipeline"

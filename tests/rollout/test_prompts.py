@@ -6,11 +6,10 @@ import pytest
 
 from vime.config import Rollout
 from vime.errors import UserError
-from vime.rollout.feed import Prompt, PromptFeed
-from vime.rollout.format import FormatFailed
+from vime.rollout.data.format import FormatFailed
+from vime.rollout.data.problem import Problem
 from vime.rollout.limits import Limits
-from vime.rollout.problem import Problem
-from vime.rollout.prompts import PromptStream
+from vime.rollout.prompts import Prompt, PromptFeed, PromptStream
 
 PROBLEMS = tuple(Problem(f"q{i}", str(i)) for i in range(4))
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.rollout.serving import serving
 from vime.models.routing import Routing, join_routes
 from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
-from vime.rollout.patient import BadResponse
+from vime.rollout.http_client import BadResponse
 from vime.rollout.routes import BadRoutes, Routes, decode_routes, routes_of_turns
 
 PROMPT = [1, 2, 3]

@@ -24,7 +24,7 @@ from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.rollout import teacher
 from vime.rollout.generator import Generator
-from vime.rollout.patient import BadResponse
+from vime.rollout.http_client import BadResponse
 from vime.rollout.teacher import Teacher, read_prompt_logprobs
 from vime.run.directory import RunDir
 from vime.run.role import Role

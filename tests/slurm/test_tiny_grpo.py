@@ -155,7 +155,7 @@ def test_an_engine_that_spans_nodes_restarts_whole_and_its_lost_part_is_named(la
 
     def kill_rank_of(node: str) -> None:
         """The vLLM rank on `node`, found by the executor above it."""
-        [executor] = [pid for pid in _pids(run, "vime.rollout.headless") if _node(pid) == node]
+        [executor] = [pid for pid in _pids(run, "vime.rollout.engine.headless") if _node(pid) == node]
         [rank] = [process for process in psutil.Process(executor).children() if "Worker" in process.name()]
         rank.kill()
 

@@ -23,7 +23,7 @@ def test_a_grpo_run_has_every_role_and_waits_for_trainers_and_generator(tmp_path
     assert [command.name for command in commands] == ["trainer-0", "trainer-1", "engine-0", "router-0", "generator-0"]
     assert [command.name for command in commands if command.finishes] == ["trainer-0", "trainer-1", "generator-0"]
     assert [command.world_size for command in commands] == [2, 2, 1, 1, 1]
-    assert commands[2].argv == (sys.executable, "-m", "vime.rollout.engine")
+    assert commands[2].argv == (sys.executable, "-m", "vime.rollout.engine.engine")
 
 
 def test_an_sft_run_has_trainers_and_demonstrations(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Man
     run_dir.config.write_text(dump_resolved(config))
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
-    engine = start_role(role, "vime.rollout.engine")
+    engine = start_role(role, "vime.rollout.engine.engine")
     try:
         groups = generate(control.engine(0, STARTUP).url, role.token, found)
     finally:

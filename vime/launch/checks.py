@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vime.config import Config, Data
 from vime.errors import UserError, did_you_mean
-from vime.rollout.sources import check_task, read_jsonl
+from vime.rollout.data.sources import check_task, read_jsonl
 
 
 def check_ready(config: Config) -> None:

@@ -180,8 +180,8 @@ def _roles(
         RolePlan(name="trainer", component="trainer", module="vime.training.main", processes=trainers),
     ]
     if engines:
-        roles.append(RolePlan(name="engine", component=rollout, module="vime.rollout.engine", processes=engines))
-        roles.append(RolePlan(name="router", component=rollout, module="vime.rollout.router", processes=one))
+        roles.append(RolePlan(name="engine", component=rollout, module="vime.rollout.engine.engine", processes=engines))
+        roles.append(RolePlan(name="router", component=rollout, module="vime.rollout.router.router", processes=one))
     roles.append(RolePlan(name="generator", component=rollout, module=generator, processes=one))
     return tuple(roles)
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.models.routing import Routing
-from vime.rollout.auth import ENGINE_HEADER
-from vime.rollout.patient import BadResponse, PatientClient
+from vime.rollout.engine.auth import ENGINE_HEADER
+from vime.rollout.engine.server import SERVED_NAME
+from vime.rollout.engine.version_ranges import VERSIONS
+from vime.rollout.http_client import BadResponse, PatientClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
-from vime.rollout.server import SERVED_NAME
-from vime.rollout.version_ranges import VERSIONS
 
 
 @dataclass(frozen=True)

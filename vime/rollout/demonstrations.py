@@ -17,12 +17,12 @@ from vime.buffer.writer import BufferWriter
 from vime.config import Config, Demonstrations
 from vime.config.compose import load_resolved
 from vime.errors import UserError
-from vime.rollout.feed import Prompt, PromptFeed
-from vime.rollout.format import Format, answer_ids, load_tokenizer, make_format, probe_format
+from vime.rollout.data.format import Format, answer_ids, load_tokenizer, make_format, probe_format
+from vime.rollout.data.sources import Problems, load_problems
+from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.generator import read_start
 from vime.rollout.limits import Limits, read_limits
-from vime.rollout.sources import Problems, load_problems
-from vime.rollout.user_calls import UserCalls
+from vime.rollout.prompts import Prompt, PromptFeed
 from vime.run.directory import RunDir
 from vime.run.role import Role, die_with_parent
 

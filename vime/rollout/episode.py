@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from vime.errors import UserError
 from vime.rollout.client import Completion
-from vime.rollout.problem import Problem
+from vime.rollout.data.format import Turns
+from vime.rollout.data.problem import Problem
 from vime.rollout.routes import Routes, routes_of_turns
-from vime.rollout.turns import Turns
 
 Ask = Callable[[list[int], int, tuple[int, ...], tuple[str, ...]], Coroutine[Any, Any, Completion]]
 """(token ids, most tokens, further stop token ids, stop texts) -> what the engine sampled."""

@@ -6,18 +6,18 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import Any
 
 from vime.buffer.sample import Group
 from vime.config import Config, Data
 from vime.errors import UserError
-from vime.rollout.feed import Prompt, Report, fit
-from vime.rollout.format import Format, FormatFailed
-from vime.rollout.generate import Generation, Tally
+from vime.rollout.data.format import Format, FormatFailed
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.sources import read_jsonl
+from vime.rollout.group import Generation, Tally
 from vime.rollout.limits import Limits
-from vime.rollout.pass_at_k import mean_pass_at
-from vime.rollout.problem import Problem
-from vime.rollout.sources import read_jsonl
+from vime.rollout.prompts import Prompt, Report, fit
 
 SOLVED = 1.0 - 1e-6
 """A reward from here on counts as solved."""
@@ -159,3 +159,29 @@ async def _fitting(problems: Sequence[Problem], render: Format, limits: Limits, 
         if prompt is not None:
             prompts.append(prompt)
     return prompts
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) of one problem.
+
+    Source: Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1. Raises ValueError unless
+    1 <= k <= samples and 0 <= solved <= samples.
+    """
+    if not 1 <= k <= samples or not 0 <= solved <= samples:
+        raise ValueError(f"pass@{k} of {solved} right responses among {samples}")
+    return 1.0 - comb(samples - solved, k) / comb(samples, k)
+
+
+def mean_pass_at(counts: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
+    """pass@k averaged over problems of (samples, solved), for k = 1, 2, 4, ... up to `most`.
+
+    A problem with fewer than k samples does not count for that k; a k without problems is left out.
+    """
+    result = {}
+    k = 1
+    while k <= most:
+        values = [pass_at_k(samples, solved, k) for samples, solved in counts if samples >= k]
+        if values:
+            result[str(k)] = sum(values) / len(values)
+        k *= 2
+    return result

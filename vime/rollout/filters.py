@@ -14,8 +14,8 @@ from vime.buffer.sample import Group
 from vime.config import Rollout
 from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
-from vime.rollout.problem import Problem
-from vime.rollout.user_calls import CallFailed, UserCalls
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import CallFailed, UserCalls
 
 RESIDUE = 2.0**-20
 """Rewards closer than this share of the largest are equal but for rounding; the advantages take them for that too."""

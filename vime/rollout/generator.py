@@ -20,19 +20,18 @@ from vime.errors import UserError
 from vime.models.family import architecture
 from vime.models.routing import replayed_routing
 from vime.rollout.client import RolloutClient, Sampling
+from vime.rollout.data.format import Turns, load_tokenizer, make_format, probe_format
+from vime.rollout.data.sources import load_problems
+from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.evaluate import EvaluationTask, evaluate, evaluated_versions, evaluation_due, evaluation_tasks
-from vime.rollout.feed import PromptFeed
 from vime.rollout.filters import Filters
-from vime.rollout.format import load_tokenizer, make_format, probe_format
-from vime.rollout.generate import Generation, load_generate
+from vime.rollout.group import Generation, load_generate
 from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline, TooManyLost
-from vime.rollout.rewards import Scorer
-from vime.rollout.served import Served
-from vime.rollout.sources import load_problems
+from vime.rollout.policy_version import Served
+from vime.rollout.prompts import PromptFeed
+from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import UserCalls
 from vime.run.directory import RunDir
 from vime.run.jsonl import read_lines
 from vime.run.role import Role, die_with_parent

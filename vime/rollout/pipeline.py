@@ -22,11 +22,11 @@ import numpy as np
 
 from vime.buffer.sample import Group
 from vime.config import Config
-from vime.rollout.feed import Prompt, PromptFeed
 from vime.rollout.filters import FilterFailed, Filters
-from vime.rollout.generate import Generation, Tally
-from vime.rollout.served import Served
-from vime.rollout.step import StepStatistics
+from vime.rollout.group import Generation, Tally
+from vime.rollout.metrics import StepStatistics
+from vime.rollout.policy_version import Served
+from vime.rollout.prompts import Prompt, PromptFeed
 from vime.rollout.teacher import Teacher
 
 Keep = Callable[[Group], Awaitable[None]]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from vime.config import Rollout
 from vime.errors import UserError
-from vime.rollout.problem import Problem
+from vime.rollout.data.format import Format, FormatFailed
+from vime.rollout.data.problem import Problem
+from vime.rollout.limits import Limits
 
 
 class PromptStream:
@@ -56,3 +60,98 @@ def _read_cursor(cursor: Mapping[str, Any], problems: int) -> tuple[int, int]:
             " was the data changed since the checkpoint?"
         )
     return epoch, position
+
+
+Report = Callable[..., None]
+"""Called with an event's name and its fields."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem of the stream as token ids."""
+
+    index: int
+    """Position in the stream."""
+    problem: Problem
+    token_ids: list[int]
+    """Empty when an earlier attempt has written its group."""
+    max_tokens: int
+    """Longest response that still fits, at least 1."""
+
+
+class PromptFeed:
+    """Draws from `problems` in the order of a `PromptStream`, without prompts that fill the context by themselves and
+    those that `data.format` fails on."""
+
+    def __init__(
+        self,
+        problems: tuple[Problem, ...],
+        seed: int,
+        shuffle: bool,
+        render: Format,
+        limits: Limits,
+        rollout: Rollout,
+        report: Report,
+        cursor: Mapping[str, Any] | None = None,
+        written: frozenset[int] = frozenset(),
+    ) -> None:
+        """`written`: stream positions whose group an earlier attempt has written. They come without token ids; what
+        lies between them was left out, lost or filtered out then, and does not come again."""
+        self._stream = PromptStream(problems, seed, shuffle, cursor)
+        self._count = len(problems)
+        self._render = render
+        self._limits = limits
+        self._rollout = rollout
+        self._report = report
+        self._written = written
+        self._behind = max(written, default=-1)
+        self.filtered = 0
+        """Prompts left out so far because they were too long."""
+        self.dropped = 0
+        """Samples not asked for so far because `data.format` failed on their prompt."""
+
+    async def take(self) -> Prompt:
+        """The next prompt.
+
+        Raises UserError when a whole epoch has none, or `data.format` fails on as many in a row as a step may lose.
+        """
+        most = self._rollout.prompts_per_step * self._rollout.tries
+        too_long, failed = 0, 0
+        while too_long + failed < self._count:
+            index, problem = self._stream.take()
+            if index in self._written:
+                return Prompt(index, problem, [], 0)
+            if index < self._behind:
+                continue
+            try:
+                prompt = await fit(index, problem, self._render, self._limits)
+            except FormatFailed as error:
+                failed += 1
+                self._drop(index, error.reason)
+                if failed == min(most, self._count):
+                    raise UserError(f"{failed} prompts in a row could not be made, at last: {error}") from error
+                continue
+            if prompt is not None:
+                return prompt
+            too_long += 1
+            self.filtered += 1
+        raise UserError(
+            f"none of the {self._count - failed} prompts leaves room for a response"
+            f" in rollout.context={self._limits.context} tokens"
+        )
+
+    def _drop(self, index: int, reason: str) -> None:
+        samples = self._rollout.samples_per_prompt
+        self.dropped += samples
+        self._report("sample_dropped", prompt=index, samples=samples, tries=self._rollout.tries, reasons=[reason])
+
+    def cursor(self) -> dict[str, int]:
+        """Where the stream stands, as JSON."""
+        return self._stream.cursor()
+
+
+async def fit(index: int, problem: Problem, render: Format, limits: Limits) -> Prompt | None:
+    """The prompt, or None when it is so long that not one token of a response would fit. Raises as `render` does."""
+    token_ids = await render(problem)
+    room = limits.room(len(token_ids))
+    return Prompt(index, problem, token_ids, room) if room > 0 else None

@@ -1,4 +1,4 @@
-"""Weights over gloo, the trainer's side: it speaks the wire format of `vime.rollout.gloo_transfer`."""
+"""Weights over gloo, the trainer's side: it speaks the wire format of `vime.rollout.engine.gloo_receiver`."""
 
 from __future__ import annotations
 

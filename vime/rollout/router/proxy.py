@@ -13,7 +13,7 @@ import json
 import aiohttp
 from aiohttp import web
 
-from vime.rollout.auth import ENGINE_HEADER, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
 
 COMPLETIONS = "/v1/completions"
 MAX_BODY = 64 << 20

@@ -18,8 +18,8 @@ from vime.buffer.control import Control
 from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.guard import Guard
-from vime.rollout.router_process import LOOPBACK, router_settings
+from vime.rollout.router.proxy import Guard
+from vime.rollout.router.vllm_router import LOOPBACK, router_settings
 from vime.run.directory import RunDir
 from vime.run.network import ReservedPort, http_url, reserve_port
 from vime.run.role import Role, die_with_parent
@@ -77,7 +77,7 @@ def _start_backend(
     # It needs no token, so it gets none.
     environment = {name: value for name, value in os.environ.items() if name != "VIME_RUN_TOKEN"}
     return subprocess.Popen(
-        [sys.executable, "-m", "vime.rollout.router_process", json.dumps(settings)],
+        [sys.executable, "-m", "vime.rollout.router.vllm_router", json.dumps(settings)],
         env=environment,
         stdin=subprocess.DEVNULL,
         preexec_fn=partial(die_with_parent, os.getpid()),

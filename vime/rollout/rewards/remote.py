@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from vime.rollout.patient import PAUSES
+from vime.rollout.http_client import PAUSES
 
 
 class RemoteScorer:

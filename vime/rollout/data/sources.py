@@ -14,8 +14,8 @@ from typing import Any
 from vime.config import Data
 from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
-from vime.rollout.problem import Problem
-from vime.rollout.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
 
 
 @dataclass(frozen=True)

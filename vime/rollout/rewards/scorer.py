@@ -19,11 +19,11 @@ from typing import Any
 from vime.config import Data
 from vime.config.import_path import load_function
 from vime.errors import UserError
-from vime.rollout.math_score import MathScorer
-from vime.rollout.problem import Problem
-from vime.rollout.remote_score import RemoteScorer
-from vime.rollout.scores import choice, exact, think_format
-from vime.rollout.user_calls import CallFailed, UserCalls
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import CallFailed, UserCalls
+from vime.rollout.rewards.math_verify import MathScorer
+from vime.rollout.rewards.remote import RemoteScorer
+from vime.rollout.rewards.rules import choice, exact, think_format
 
 MATH_WORKERS = 2
 SHARED = ("prompt", "answer", "record")

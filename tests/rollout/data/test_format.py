@@ -10,11 +10,11 @@ import pytest
 from vime.config import Data, Rollout, TinyModel
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.rollout.format import FormatFailed, answer_ids, load_tokenizer, make_format, probe_format
-from vime.rollout.problem import Problem
-from vime.rollout.user_calls import UserCalls
+from vime.rollout.data.format import FormatFailed, answer_ids, load_tokenizer, make_format, probe_format
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import UserCalls
 
-HERE = "tests.rollout.test_format"
+HERE = "tests.rollout.data.test_format"
 
 
 @pytest.fixture(scope="module")

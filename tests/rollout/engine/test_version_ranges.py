@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vime.rollout.version_ranges import VERSIONS, VersionRanges
+from vime.rollout.engine.version_ranges import VERSIONS, VersionRanges
 
 
 class PlayedEngine:

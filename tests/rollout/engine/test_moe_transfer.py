@@ -1,4 +1,4 @@
-"""An engine with experts: its weights after an update, which `vime.rollout.cpu_reload` repairs, and its routes."""
+"""An engine with experts: its weights after an update, which `vime.rollout.engine.cpu_reload` repairs, and its routes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def moe_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MoeEngine]:
     run_dir.config.write_text(dump_resolved(config))
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", models[0])
-    engine: Popen[bytes] = start_role(role, "vime.rollout.engine")
+    engine: Popen[bytes] = start_role(role, "vime.rollout.engine.engine")
     try:
         yield MoeEngine(models, control.engine(0, STARTUP).url, role.token)
     finally:

@@ -1,9 +1,9 @@
 """The engine role: runs one vLLM server, tells the run where it answers, and starts it again when it dies.
 
-A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.auth`): the router
+A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.engine.auth`): the router
 does not admit it until the trainer, asked through its inbox, has sent it the current version.
 
-An engine that spans nodes is a process of this role on each of them (see `vime.rollout.parts`).
+An engine that spans nodes is a process of this role on each of them (see `vime.rollout.engine.multinode`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vime.buffer.control import Control, EngineAddress, EngineMessage
 from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
+from vime.rollout.engine.multinode import POLL_SECONDS, PartEnd, Parts
+from vime.rollout.engine.server import Server, headless_command, server_command, server_environment, span_flags
 from vime.rollout.limits import read_limits
-from vime.rollout.parts import POLL_SECONDS, PartEnd, Parts
-from vime.rollout.server import Server, headless_command, server_command, server_environment, span_flags
 from vime.run.directory import RunDir
 from vime.run.network import ReservedPort, reserve_port
 from vime.run.role import Role, become_subreaper, die_with_parent

@@ -16,12 +16,12 @@ from vime.config import Rollout
 from vime.config.import_path import load_function
 from vime.errors import UserError
 from vime.rollout.client import Completion, RolloutClient, Sampling
+from vime.rollout.data.format import Turns
+from vime.rollout.data.user_calls import CallFailed, UserCalls, is_async
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
-from vime.rollout.feed import Prompt, Report
-from vime.rollout.patient import BadResponse
-from vime.rollout.rewards import Answered, Scorer, Unscored
-from vime.rollout.turns import Turns
-from vime.rollout.user_calls import CallFailed, UserCalls, is_async
+from vime.rollout.http_client import BadResponse
+from vime.rollout.prompts import Prompt, Report
+from vime.rollout.rewards.scorer import Answered, Scorer, Unscored
 
 
 @dataclass

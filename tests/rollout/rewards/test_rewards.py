@@ -14,12 +14,12 @@ from aiohttp import web
 from tests.rollout.serving import Handler, serving
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.problem import Problem
-from vime.rollout.rewards import Answered, Scorer, Unscored
-from vime.rollout.scores import choice, think_format
-from vime.rollout.user_calls import MOST_ABANDONED, CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.user_calls import MOST_ABANDONED, CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.rewards.rules import choice, think_format
+from vime.rollout.rewards.scorer import Answered, Scorer, Unscored
 
-HERE = "tests.rollout.test_rewards"
+HERE = "tests.rollout.rewards.test_rewards"
 PROBLEM = Problem("q", "7", {"question": "q", "answer": "7", "metadata": {}})
 
 

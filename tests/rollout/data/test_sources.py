@@ -10,10 +10,10 @@ import pytest
 
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.problem import Problem
-from vime.rollout.sources import Problems, load_problems, read_jsonl
+from vime.rollout.data.problem import Problem
+from vime.rollout.data.sources import Problems, load_problems, read_jsonl
 
-HERE = "tests.rollout.test_sources"
+HERE = "tests.rollout.data.test_sources"
 RECORDS = (
     b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9 \xf0\x9f\x98\x80", "answer": "1"}\r\n'
     b'{"prompt": "a\\u2028b \xe2\x80\xa8 c", "answer": 2}\r\n'
@@ -91,10 +91,10 @@ def made_here(data: Data, seed: int) -> list[dict[str, str]]:
 
 
 def test_a_source_of_the_users() -> None:
-    problems = load_problems(Data(source="tests.rollout.test_sources:made_here", reward="exact"), 7, 5)
+    problems = load_problems(Data(source="tests.rollout.data.test_sources:made_here", reward="exact"), 7, 5)
     assert len(problems.training) + len(problems.held_out) == 20
     with pytest.raises(UserError, match="has no nothing"):
-        load_problems(Data(source="tests.rollout.test_sources:nothing", reward="exact"), 7, 5)
+        load_problems(Data(source="tests.rollout.data.test_sources:nothing", reward="exact"), 7, 5)
 
 
 def drawn_from_the_seed(seed: int) -> Iterator[dict[str, str]]:
@@ -157,7 +157,7 @@ def test_a_source_that_computes_for_ever_ends_its_process_with_one_line() -> Non
 import sys
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.sources import load_problems
+from vime.rollout.data.sources import load_problems
 try:
     load_problems(Data(source="{HERE}:computes_for_ever", reward="exact"), 7, 0.5)
 except UserError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vime.buffer.sample import Group
-from vime.rollout.generate import Tally
+from vime.rollout.group import Tally
 
 
 @dataclass

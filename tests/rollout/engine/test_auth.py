@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from vime.rollout.auth import ENGINE_HEADER, RunTokenMiddleware, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER, RunTokenMiddleware, generation_token
 
 TOKEN = "the-token"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tests.conftest import STARTUP, end_role, stack_config, start_role
 from vime.buffer.control import Control, EngineAddress
 from vime.config.compose import dump_resolved
-from vime.rollout.auth import ENGINE_HEADER, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
 from vime.run.directory import RunDir
 from vime.run.role import Role
 
@@ -67,7 +67,7 @@ def routed(tmp_path: Path) -> Iterator[Routed]:
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "router", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", tmp_path)
     engine_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    process = start_role(role, "vime.rollout.router")
+    process = start_role(role, "vime.rollout.router.router")
     try:
         control.publish_engine(EngineAddress(index=0, url=engine_url, world_size=1, incarnation=0))
         yield Routed(engine, role, run_dir, control.router(STARTUP), process.pid)
@@ -158,7 +158,7 @@ def test_without_its_engine_it_stops_when_asked(tmp_path: Path) -> None:
     run_dir.config.write_text(dump_resolved(stack_config(tmp_path)))
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "router", 1, "token", 0, 1, "127.0.0.1", tmp_path)
-    process = start_role(replace(role), "vime.rollout.router")
+    process = start_role(replace(role), "vime.rollout.router.router")
     while not run_dir.events.exists():
         time.sleep(0.05)
         assert process.poll() is None

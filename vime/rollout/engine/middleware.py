@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vime.rollout.auth import App, Receive, RunTokenMiddleware, Scope, Send
-from vime.rollout.version_ranges import VersionRanges
+from vime.rollout.engine.auth import App, Receive, RunTokenMiddleware, Scope, Send
+from vime.rollout.engine.version_ranges import VersionRanges
 
 
 class EngineMiddleware:

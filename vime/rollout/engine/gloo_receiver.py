@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from vime.rollout.cpu_reload import repack
+from vime.rollout.engine.cpu_reload import repack
 
 
 @dataclass

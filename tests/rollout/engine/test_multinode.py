@@ -12,8 +12,8 @@ import pytest
 from vime.buffer.control import Control
 from vime.config.compose import compose
 from vime.errors import BadMessage, UserError, WaitTimeout
-from vime.rollout.parts import Meeting, PartEnd, Parts
-from vime.rollout.server import headless_command, server_command, server_environment, span_flags
+from vime.rollout.engine.multinode import Meeting, PartEnd, Parts
+from vime.rollout.engine.server import headless_command, server_command, server_environment, span_flags
 from vime.run.network import reserve_port
 
 
@@ -82,7 +82,7 @@ def test_the_parts_of_an_engine_are_told_their_place() -> None:
     meeting = Meeting(host="10.0.0.7", port=4711)
     first = server_command(config, Path("/models/qwen3"), reserve_port("127.0.0.1"), 1, 1024)
     second = headless_command(config, Path("/models/qwen3"), 1, 1024)
-    assert (first[2], second[2]) == ("vllm.entrypoints.openai.api_server", "vime.rollout.headless")
+    assert (first[2], second[2]) == ("vllm.entrypoints.openai.api_server", "vime.rollout.engine.headless")
     # But for the address both are the same engine.
     assert first[first.index("--model") :] == second[second.index("--model") :]
     assert "--host" not in second

@@ -19,4 +19,4 @@ def register() -> None:
 
     die_with_parent()
     if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("gloo", "vime.rollout.gloo_transfer", "GlooTransferEngine")
+        WeightTransferEngineFactory.register_engine("gloo", "vime.rollout.engine.gloo_receiver", "GlooTransferEngine")

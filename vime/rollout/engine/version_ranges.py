@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.rollout.auth import App, Message, Receive, Scope, Send
+from vime.rollout.engine.auth import App, Message, Receive, Scope, Send
 
 VERSIONS = "policy_versions"
 """{"start": version at the request's start, "ranges": {choice index: [[first token, version], ...]}}, with ranges for

@@ -1,6 +1,6 @@
 """One vLLM process: the command line that starts it, its readiness, and the end of all that it started.
 
-It is a server, or the ranks of an engine on a further node (`vime.rollout.headless`).
+It is a server, or the ranks of an engine on a further node (`vime.rollout.engine.headless`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import psutil
 
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.parts import Meeting, Parts
+from vime.rollout.engine.multinode import Meeting, Parts
 from vime.run.network import ReservedPort
 from vime.run.role import die_with_parent
 
 SERVED_NAME = "policy"
 """The model name that requests carry."""
-MIDDLEWARE = "vime.rollout.middleware.EngineMiddleware"
+MIDDLEWARE = "vime.rollout.engine.middleware.EngineMiddleware"
 READY_PATH = "/weight_info"
 """Asked for readiness: guarded by the token, open at the gate, answered without a forward pass."""
 
@@ -64,7 +64,7 @@ def server_command(config: Config, model: Path, address: ReservedPort, index: in
 def headless_command(config: Config, model: Path, index: int, context: int) -> list[str]:
     """The command line of the ranks of engine `index` on a further node. Raises UserError as `server_command`."""
     arguments = _engine_arguments(config, model, index, context)
-    return [sys.executable, "-m", "vime.rollout.headless", *_flags(arguments)]
+    return [sys.executable, "-m", "vime.rollout.engine.headless", *_flags(arguments)]
 
 
 def span_flags(parts: Parts, meeting: Meeting | None) -> list[str]:
@@ -155,7 +155,7 @@ def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]
             # Runs the worker inside the engine core: one process and one import of vLLM (7 s) less.
             environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if config.engine_parts > 1:
-        # torch's word for a rendezvous store that none of the ranks hosts: `vime.rollout.parts` does. Left to rank 0,
+        # torch's word for a rendezvous store that none of the ranks hosts: `vime.rollout.engine.multinode` does. Left to rank 0,
         # it would listen on every interface, on a port that was told before it was bound.
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environment.setdefault("GLOO_SOCKET_IFNAME", config.cluster.interface)

@@ -62,5 +62,5 @@ def _check_version() -> None:
     if not __version__.startswith(CHECKED_VERSIONS):
         raise RuntimeError(
             f"vLLM {__version__}: whether a weight update packs CPU expert weights was checked only for"
-            f" {', '.join(version + 'x' for version in CHECKED_VERSIONS)}; see vime/rollout/cpu_reload.py"
+            f" {', '.join(version + 'x' for version in CHECKED_VERSIONS)}; see vime/rollout/engine/cpu_reload.py"
         )
