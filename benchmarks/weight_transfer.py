@@ -94,9 +94,9 @@ def _take_turns(
     from vime.buffer.control import Control
     from vime.models.hf_folder import torch_dtype
     from vime.training import parallel
-    from vime.training.hf_export import Exporter
     from vime.training.learner import Learner
-    from vime.training.weights import WeightSync
+    from vime.training.weights.hf_export import Exporter
+    from vime.training.weights.sync import WeightSync
 
     parallel.initialize(config, store, rank, world_size)
     learner = Learner(config, role.model)
@@ -143,9 +143,9 @@ def _time_calls(
     """The same update, call by call. Adds to `seconds`, by route; `weight_info` is a call that does nothing."""
     import torch
 
-    from vime.training.fleet import Fleet
-    from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
-    from vime.training.weights import PolicySource
+    from vime.training.weights.engines import Fleet
+    from vime.training.weights.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+    from vime.training.weights.sync import PolicySource
 
     class TimedFleet(Fleet):
         def _call(self, address: Any, method: str, path: str, *args: Any, **rest: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from vime.buffer.control import EngineAddress
-from vime.training.fleet import Fleet
-from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+from vime.training.weights.engines import Fleet
+from vime.training.weights.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
 
 
 class FolderSource(WeightSource):

@@ -43,7 +43,7 @@ def _commands(config: Config, nodes: str | None = None) -> dict[str, Command]:
 def test_a_step_of_a_heterogeneous_job_names_its_component_and_its_size() -> None:
     commands = _commands(_config())
     trainer = commands["trainer"].argv
-    program = (sys.executable, "-m", "vime.supervise.step_rank", sys.executable, "-m", "vime.training.main")
+    program = (sys.executable, "-m", "vime.supervise.step_rank", sys.executable, "-m", "vime.training.trainer")
     assert trainer[-6:] == program
     assert trainer[:7] == (
         "srun",

@@ -107,8 +107,9 @@ def run_steps(
 ) -> dict[str, Any]:
     """Steps on one batch; the second one sees values and a reference that differ from the policy's own."""
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_export, parallel
+    from vime.training import batch, parallel
     from vime.training.learner import Learner
+    from vime.training.weights.sync import hf_export
 
     algorithm = {key: str(folder / "teacher") if value == "TEACHER" else value for key, value in algorithm.items()}
     config = tiny_config(

@@ -45,9 +45,10 @@ def _train(
 ) -> dict[str, Any]:
     """Steps until `until`, one batch each, then a save. Loads first when `resume`."""
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_export, parallel
-    from vime.training.checkpoint import Checkpoints
+    from vime.training import batch, parallel
+    from vime.training.checkpoint.checkpoints import Checkpoints
     from vime.training.learner import Learner
+    from vime.training.weights.sync import hf_export
 
     config = tiny_config(training={**TRAINING, "ranks": world_size, **training}, **(sections or {}))
     parallel.initialize(config, store, rank, world_size)
@@ -211,7 +212,7 @@ def _random_after_load(
     rank: int, store: Any, world_size: int, model: Path, folder: Path, training: dict[str, Any]
 ) -> tuple[Any, torch.Tensor]:
     from vime.training import parallel
-    from vime.training.checkpoint import Checkpoints
+    from vime.training.checkpoint.checkpoints import Checkpoints
     from vime.training.learner import Learner
 
     config = tiny_config(training={**TRAINING, "ranks": world_size, **training})
@@ -298,16 +299,16 @@ def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
 def _killed_in_save(
     rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, point: str
 ) -> None:
-    from vime.training import checkpoint, checkpoint_writer
+    from vime.training.checkpoint.checkpoints import checkpoints, writer
 
     def end(*arguments: Any, **keywords: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    write = checkpoint_writer._write
+    write = writer._write
     if point == "planned":
-        checkpoint_writer._write = end  # type: ignore[assignment]
+        writer._write = end  # type: ignore[assignment]
     elif point == "half_written":
-        checkpoint_writer._write = lambda writer, buckets: end(write(writer, buckets[:1]))  # type: ignore[assignment, return-value]
+        writer._write = lambda writer, buckets: end(write(writer, buckets[:1]))  # type: ignore[assignment, return-value]
     else:
-        checkpoint.commit = end  # type: ignore[assignment]
+        checkpoints.commit = end  # type: ignore[assignment]
     _train(rank, store, world_size, model, folder, batches, {}, until=2, resume=True)

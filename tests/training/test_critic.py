@@ -84,8 +84,9 @@ def _two_steps(
     rank: int, store: Any, world: int, folder: Path, manifest: Manifest, replay: bool, training: Any
 ) -> dict[str, Any]:
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_export, parallel
+    from vime.training import batch, parallel
     from vime.training.learner import Learner
+    from vime.training.weights.sync import hf_export
 
     config = tiny_config(
         # The value head begins with 0, so that only the second update moves the critic's experts.

@@ -73,9 +73,9 @@ def _measure(rank: int, store: Any, world_size: int, folder: Path, training: dic
     import torch
 
     from vime.training import model, parallel
+    from vime.training.checkpoint.model_state import give_state
     from vime.training.learner import Learner
     from vime.training.pack import pack
-    from vime.training.part_state import give_state
 
     config = _config(None, world_size, training)
     parallel.initialize(config, store, rank, world_size)

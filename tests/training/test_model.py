@@ -99,15 +99,14 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
 
     from vime.models.family import architecture
     from vime.models.hf_folder import HfReader
-    from vime.training import hf_weights, model, parallel
-    from vime.training.exporting import export
-    from vime.training.hf_export import Exporter
+    from vime.training import hf_import, model, parallel
     from vime.training.pack import pack
+    from vime.training.weights.hf_export import Exporter, export
 
     config = tiny_config(training={"ranks": world_size, **training})
     parallel.initialize(config, store, rank, world_size)
     policy = model.build(architecture(folder), config, model.Policy)
-    hf_weights.load(policy, HfReader(folder))
+    hf_import.load(policy, HfReader(folder))
     streamed = {}
     if parallel.is_leading():
         exporter = Exporter(policy, torch.float32)

@@ -104,8 +104,9 @@ def _step(
     rank: int, store: Any, world_size: int, model: Path, run: Path, manifest: Manifest, sections: dict[str, Any]
 ) -> dict[str, Any]:
     from vime.buffer.reader import BufferReader
-    from vime.training import batch, hf_export, parallel
+    from vime.training import batch, parallel
     from vime.training.learner import Learner
+    from vime.training.weights.sync import hf_export
 
     config = tiny_config(
         **{

@@ -177,7 +177,7 @@ def _roles(
     generator = "vime.rollout.demonstrations" if config.algorithm.name == "sft" else "vime.rollout.generator"
     roles = [
         RolePlan(name="supervisor", component="trainer", module="vime.supervise.supervisor", processes=supervisor),
-        RolePlan(name="trainer", component="trainer", module="vime.training.main", processes=trainers),
+        RolePlan(name="trainer", component="trainer", module="vime.training.trainer", processes=trainers),
     ]
     if engines:
         roles.append(RolePlan(name="engine", component=rollout, module="vime.rollout.engine.engine", processes=engines))

@@ -15,7 +15,7 @@ from vime.buffer.manifest import Manifest
 from vime.buffer.reader import BufferReader
 from vime.config import Config
 from vime.training import parallel
-from vime.training.batching import Microbatches, divide_into_packs
+from vime.training.balance import Microbatches, divide_into_packs
 from vime.training.pack import Pack, Place, pack
 from vime.training.replay import Replay, replayed_tokens
 

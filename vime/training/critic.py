@@ -19,11 +19,11 @@ from vime.algorithms.returns import gae
 from vime.config import Algorithm, Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
-from vime.training import hf_weights, model
+from vime.training import hf_import, model
 from vime.training.batch import Microbatch
+from vime.training.collectives import sum_over_ranks
 from vime.training.experience import Experience
 from vime.training.pack import IGNORE, Pack
-from vime.training.reduce import sum_over_ranks
 from vime.training.trainable import Trainable, Updated, forward
 
 
@@ -74,7 +74,7 @@ class Critic:
         self._minibatches = config.algorithm.minibatches
         folder = self.settings.path or folder
         self.chunks = model.build(architecture(folder), config, ValueModel)
-        hf_weights.load(self.chunks, HfReader(folder))
+        hf_import.load(self.chunks, HfReader(folder))
         for chunk in self.chunks:
             chunk.become()
         training = config.training.model_copy(

@@ -22,7 +22,7 @@ from vime.config import Algorithm
 from vime.config.import_path import call_by_name, load_function
 from vime.errors import UserError
 from vime.training.batch import Batch, Microbatch
-from vime.training.reduce import moments_over_ranks, sum_over_ranks
+from vime.training.collectives import moments_over_ranks, sum_over_ranks
 
 PerPack = Sequence[Tensor | None]
 """A tensor a microbatch: float32 [labelled tokens] on the last pipeline stage, None on the others."""

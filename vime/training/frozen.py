@@ -12,7 +12,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
-from vime.training import hf_weights, model
+from vime.training import hf_import, model
 from vime.training.pack import Pack
 from vime.training.trainable import forward
 
@@ -29,7 +29,7 @@ class Frozen:
                 " their logprobs cannot be compared"
             )
         self.chunks = [chunk.requires_grad_(False).eval() for chunk in model.build(shape, config, model.Policy)]
-        hf_weights.load(self.chunks, HfReader(folder))
+        hf_import.load(self.chunks, HfReader(folder))
 
     def logprobs(self, packs: Sequence[Pack]) -> list[Tensor | None]:
         """Float32 [labelled tokens] of each pack on the last stage, None on the others."""

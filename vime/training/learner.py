@@ -19,15 +19,15 @@ from vime.config import Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
 from vime.models.routing import replayed_routing
-from vime.training import hf_weights, model, parallel
+from vime.training import hf_import, model, parallel
+from vime.training.balance import divide_into_packs
 from vime.training.batch import Batch
-from vime.training.batching import divide_into_packs
+from vime.training.collectives import sum_over_ranks
 from vime.training.critic import Critic
 from vime.training.experience import Experience, Scores, gather, rewards_of_tokens
 from vime.training.frozen import Frozen
 from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
 from vime.training.pack import Pack, pack_all
-from vime.training.reduce import sum_over_ranks
 from vime.training.replay import Replay
 from vime.training.trainable import Trainable, forward
 
@@ -41,7 +41,7 @@ class Learner:
         shape = architecture(folder)
         self.policy = model.build(shape, config, model.Policy)
         """This rank's chunks of the model."""
-        hf_weights.load(self.policy, HfReader(folder))
+        hf_import.load(self.policy, HfReader(folder))
         self.trainable = Trainable(self.policy, config, config.training)
         self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
         routing = replayed_routing(config, folder)

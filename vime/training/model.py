@@ -19,9 +19,8 @@ from torch import Tensor
 from vime.config import Config, Training
 from vime.models.family import Architecture
 from vime.models.hf_folder import torch_dtype
-from vime.training.attention import PackedAttention
+from vime.training.layers import PackedAttention, RMSNorm
 from vime.training.logprobs import vocab_parallel_logprobs
-from vime.training.norm import RMSNorm
 from vime.training.pack import IGNORE, Pack
 from vime.training.replay import ChunkReplay
 

@@ -5,18 +5,21 @@ Two ways out: streamed to rank 0, for the engines, or each to the rank that owns
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from vime.models.hf_folder import HfReader, HfWriter, copy_sidecars, join_shards, torch_dtype
 from vime.models.weight import Weight
 from vime.training import parallel
-from vime.training.broadcast import broadcast_json
-from vime.training.hf_weights import (
+from vime.training.collectives import broadcast_json
+from vime.training.hf_import import (
     chunk_weights,
     expert_rank,
     local_experts,
@@ -24,6 +27,7 @@ from vime.training.hf_weights import (
     tensor_place,
     vocabulary_names,
 )
+from vime.training.learner import Learner
 from vime.training.model import Policy
 
 
@@ -207,3 +211,38 @@ def _from_json(meta: list[object]) -> Meta:
     assert isinstance(dtype, str)
     assert isinstance(shape, list)
     return Meta(name, getattr(torch, dtype), tuple(shape))
+
+
+def export(learner: Learner, origin: Path, target: Path, dtype: str) -> None:
+    """Write the policy to `target`, which appears whole or not at all. A collective over all trainer ranks.
+
+    origin: the initial model's folder, from which configuration, tokenizer and the tensors that took no part in
+    training are copied.
+    """
+    writing = target.with_name(f".{target.name}.tmp")
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(writing, ignore_errors=True)
+        copy_sidecars(origin, writing)
+    dist.barrier()
+    if parallel.is_leading():
+        writer = HfWriter(writing, dist.get_rank())
+        writer.write(Exporter(learner.policy, torch_dtype(dtype)).owned())
+        if first:
+            writer.write(_kept_aside(origin, learner.policy[0].architecture.kept_aside))
+        writer.close()
+    dist.barrier()
+    if first:
+        join_shards(writing, parallel.leading_ranks(learner.config.training), learner.config.buffer.file_timeout)
+        shutil.rmtree(target, ignore_errors=True)
+        writing.rename(target)
+    dist.barrier()
+
+
+def _kept_aside(origin: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if not prefixes:
+        return
+    reader = HfReader(origin)
+    for name in sorted(reader.names):
+        if name.startswith(prefixes):
+            yield name, reader.part(name, None, 0, 1)

@@ -19,9 +19,9 @@ from vime.run.role import Role, die_with_parent
 from vime.training.inbox import RANK_0_MARGIN, Inbox, Message
 
 if TYPE_CHECKING:
-    from vime.training.checkpoint import Checkpoints
+    from vime.training.checkpoint.checkpoints import Checkpoints
     from vime.training.learner import Learner
-    from vime.training.weights import Update, WeightSync
+    from vime.training.weights.sync import Update, WeightSync
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ class Trainer:
         from torch.distributed import PrefixStore
 
         from vime.training import parallel
-        from vime.training.checkpoint import Checkpoints
+        from vime.training.checkpoint.checkpoints import Checkpoints
         from vime.training.learner import Learner
 
         self.config, self.role, self.run_dir, self.control = config, role, run, control
@@ -67,7 +67,7 @@ class Trainer:
         self.reader = BufferReader(run, config.buffer)
         self.sync: WeightSync | None = None
         if config.rollout.engines:
-            from vime.training.weights import WeightSync
+            from vime.training.weights.sync import WeightSync
 
             self.sync = WeightSync(config, role, control.clone(), self.learner)
         self.step = 0
@@ -144,7 +144,7 @@ class Trainer:
 
     def _next(self, what: str, only: type[Message] | None = None) -> tuple[Message, Manifest | None]:
         """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
-        from vime.training.broadcast import broadcast_bytes
+        from vime.training.collectives import broadcast_bytes
 
         kind, body = b"", b""
         turn = f"decided/{self.decisions}"
@@ -216,7 +216,7 @@ class Trainer:
 
         None on other ranks than 0, and when a request to stop came first: the engines then keep what they have.
         """
-        from vime.training.weights import EngineLost
+        from vime.training.weights.sync import EngineLost
 
         while True:
             try:
@@ -241,7 +241,7 @@ class Trainer:
         if self.config.training.save_interval:
             self._save()
         if self.config.training.export:
-            from vime.training.exporting import export
+            from vime.training.weights.hf_export import export
 
             target = self.run_dir.export / f"step_{self.step}"
             export(self.learner, self.role.model, target, self.config.training.dtype)

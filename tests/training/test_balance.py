@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.training.batching import divide
+from vime.training.balance import divide
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

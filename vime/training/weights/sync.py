@@ -18,12 +18,12 @@ from vime.config import Config
 from vime.models.hf_folder import torch_dtype
 from vime.run.role import Role
 from vime.training import parallel
-from vime.training.broadcast import broadcast_json
-from vime.training.fleet import EngineFault, Fleet
-from vime.training.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
-from vime.training.hf_export import Exporter
+from vime.training.collectives import broadcast_json
 from vime.training.inbox import RANK_0_MARGIN
 from vime.training.learner import Learner
+from vime.training.weights.engines import EngineFault, Fleet
+from vime.training.weights.gloo_sender import GlooTrainerInitInfo, GlooTrainerTransfer
+from vime.training.weights.hf_export import Exporter
 
 PROBE_TOKENS = 256
 """Longest probe: a few blocks of the engines' prefix cache."""

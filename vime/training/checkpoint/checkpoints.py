@@ -34,10 +34,10 @@ from vime.run.checkpoints import (
 )
 from vime.run.directory import utc_now
 from vime.run.files import wait_for_file
-from vime.training.broadcast import broadcast_json
-from vime.training.checkpoint_writer import save_strategy
+from vime.training.checkpoint.model_state import FORMAT, load_into, load_model, state_of, state_of_model
+from vime.training.checkpoint.writer import save_strategy
+from vime.training.collectives import broadcast_json
 from vime.training.learner import Learner
-from vime.training.part_state import FORMAT, load_into, load_model, state_of, state_of_model
 
 
 @dataclass(frozen=True)
