@@ -154,7 +154,10 @@ def rows(measured: dict[str, Any]) -> list[Row]:
             )
         ),
         Row(
-            "  memory of a reader of 1/8", "growth of the process", "its share", measured["reader_memory_vs_share"],
+            "  memory of a reader of 1/8",
+            "growth of the process",
+            "its share",
+            measured["reader_memory_vs_share"],
             at_most=1.2,
         ),
     ]

@@ -30,7 +30,7 @@ from vime.rollout.generator import keep
 from vime.rollout.group import Generation, request_seed
 from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline
-from vime.rollout.policy_version import Served
+from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Scorer
 
@@ -120,7 +120,7 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
             report=_unreported,
         )
 
-        served = Served(step - 1)
+        served = PolicyVersion(step - 1)
         pipeline = Pipeline(config, generation, feed, Filters(config.rollout, calls), served)
 
         async def generate() -> int:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from vime.errors import UserError
+from vime.launch.sweep.__main__ import main
 from vime.launch.sweep.array import prepare_task
 from vime.launch.sweep.file import read_sweep
-from vime.launch.sweep.submit import main, submit_sweep
+from vime.launch.sweep.submit import submit_sweep
 from vime.run.directory import RunDir
 
 SWEEP = "grid: {run.seed: [1, 2]}\nset: {training.steps: 2, rollout.prompts_per_step: 8, data.size: 500}\n"

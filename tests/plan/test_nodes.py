@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.errors import UserError
-from vime.plan.nodes import Group, choose_segment, parted, rank_groups
+from vime.plan.nodes import NodeGroup, choose_segment, parted, rank_groups
 
 RACK = 18
 
 
 def segment(nodes: int, width: int = 1, wanted: int | None = None) -> int:
-    groups = [Group(tuple(range(first, first + width)), f"width {width}") for first in range(0, nodes, width)]
+    groups = [NodeGroup(tuple(range(first, first + width)), f"width {width}") for first in range(0, nodes, width)]
     return choose_segment(nodes, RACK, groups, wanted, "the trainer component", "launch.trainer_nodes")
 
 
@@ -33,7 +33,7 @@ def test_a_segment_is_the_most_that_fits_a_rack_and_divides_the_nodes(nodes: int
 def test_nodes_that_cannot_keep_a_group_in_one_rack_are_refused_with_the_numbers() -> None:
     # 38 = 2 x 19: of its divisors only 2 fits a rack, and groups of 2 do fit; 57 = 3 x 19 fits groups of 3.
     assert segment(38, 2) == 2
-    groups = [Group((0, 1), "rollout.tensor_parallel=8")]
+    groups = [NodeGroup((0, 1), "rollout.tensor_parallel=8")]
     with pytest.raises(UserError) as caught:
         choose_segment(19, RACK, groups, None, "the rollout component", "launch.rollout_nodes")
     assert str(caught.value) == (
@@ -53,7 +53,7 @@ def test_a_site_s_own_segment_must_fit_too() -> None:
 @given(st.integers(1, 80), st.integers(1, 8), st.integers(1, 20))
 def test_a_chosen_segment_keeps_its_promises(count: int, width: int, domain: int) -> None:
     nodes = count * width
-    groups = [Group(tuple(range(first, first + width)), "g") for first in range(0, nodes, width)]
+    groups = [NodeGroup(tuple(range(first, first + width)), "g") for first in range(0, nodes, width)]
     try:
         size = choose_segment(nodes, domain, groups, None, "it", "its nodes")
     except UserError:

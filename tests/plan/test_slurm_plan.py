@@ -224,7 +224,7 @@ def test_whatever_is_planned_keeps_its_promises(
     assert trainer is not None
     assert engine_role is not None
     assert [p.rank for p in trainer.processes] == list(range(ranks))
-    assert [p.rank for p in engine_role.processes] == list(range(engines * config.engine_parts))
+    assert [p.rank for p in engine_role.processes] == list(range(engines * config.nodes_per_engine))
 
     def domain(name: str) -> tuple[str, int]:
         component, index = name.split("-")
@@ -236,7 +236,7 @@ def test_whatever_is_planned_keeps_its_promises(
         groups = [trainer.processes[first : first + size] for first in range(0, ranks, size)]
         inside = all(len({domain(p.node) for p in group}) == 1 for group in groups)
         assert inside or any(f"training.{what}={size} spans" in warning for warning in planned.warnings)
-    span = config.engine_parts
+    span = config.nodes_per_engine
     assert [p.part for p in engine_role.processes] == list(range(span)) * engines
     parts = [engine_role.processes[first : first + span] for first in range(0, engines * span, span)]
     inside = all(len({domain(p.node) for p in group}) == 1 for group in parts)

@@ -25,7 +25,7 @@ from vime.rollout.filters import Filters
 from vime.rollout.group import Generation, Tally, load_generate
 from vime.rollout.limits import Limits, read_limits
 from vime.rollout.prompts import PromptFeed
-from vime.rollout.rewards.scorer import Answered, Scorer
+from vime.rollout.rewards.scorer import Answer, Scorer
 
 README = Path(__file__).parents[2] / "README.md"
 LOGIC = {
@@ -238,7 +238,7 @@ def test_the_pages_other_functions(my_logic: None, tiny: Path) -> None:
         problem = parts.problems.training[0]
         assert len(parts.problems.training) + len(parts.problems.held_out) == 400
         assert text(tokenizer, await parts.render(problem)) == f"<|user|>{problem.prompt}<|assistant|>"
-        answers = [Answered(problem.answer, {"calls": 1}), Answered("", {"calls": 0}), Answered("1", {"calls": 0})]
+        answers = [Answer(problem.answer, {"calls": 1}), Answer("", {"calls": 0}), Answer("1", {"calls": 0})]
         right, unsaid, wrong = await parts.scorer.score(problem, answers)
         assert (right, wrong) == (pytest.approx(0.9), 0.0)
         assert "my_logic:score returned None" in str(unsaid)

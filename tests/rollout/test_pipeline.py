@@ -29,7 +29,7 @@ from vime.rollout.http_client import BadResponse
 from vime.rollout.limits import Limits
 from vime.rollout.metrics import StepStatistics
 from vime.rollout.pipeline import Pipeline, TooManyLost
-from vime.rollout.policy_version import Served
+from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
@@ -56,7 +56,7 @@ class Engine:
     """Answers with what `script(prompt number, sample seed)` says or raises. Remembers what it was asked."""
 
     script: Callable[[int, int], str]
-    served: Served
+    served: PolicyVersion
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     hold: Callable[[int], asyncio.Event | None] = lambda number: None
     cancelled: list[int] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Run:
             buffer=Buffer(max_staleness=staleness, wait_timeout=2),
             training=Training(ranks=1, steps=steps),
         )
-        self.served = Served(version)
+        self.served = PolicyVersion(version)
         self.engine = Engine(script, self.served)
         self.kept: list[Group] = []
         self.events: list[dict[str, Any]] = []
@@ -682,7 +682,7 @@ def test_samples_that_span_versions_are_marked_and_may_be_masked() -> None:
 def test_an_engine_that_serves_older_weights_than_allowed_ends_the_run() -> None:
     async def run() -> None:
         made = Run(lambda number, seed: "g", 1, version=3)
-        made.engine.served = Served(1)
+        made.engine.served = PolicyVersion(1)
         with pytest.raises(RuntimeError, match="sampled by version 1, older than 3"):
             await made.batch()
 

@@ -78,7 +78,9 @@ def test_a_child_dies_with_its_parent() -> None:
 
 
 def test_a_child_whose_parent_had_gone_before_it_asked_dies_at_once() -> None:
-    code = "import os; from vime.run.role import die_with_parent; die_with_parent(parent=os.getppid() + 1); print('alive')"
+    code = (
+        "import os; from vime.run.role import die_with_parent; die_with_parent(parent=os.getppid() + 1); print('alive')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPOSITORY, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 

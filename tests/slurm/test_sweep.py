@@ -93,7 +93,7 @@ def test_an_array_and_lanes_complete_a_sweep_and_leave_what_is_done(
     assert [RunDir(path).read_status().state for path in folder.iterdir()] == ["completed"] * 2, logs
     told = "combination 0 needs an allocation of 2 nodes, this one has 1; submitted again as job "
     [command] = re.findall(rf"{told}\d+: (sbatch --array=0-1%2 .*--nodes=2 .*)", logs)
-    shown = launch(slurm, *script[1:], "sweep.parallel=2", module=("-m", "vime.launch.sweep.submit")).splitlines()[-1]
+    shown = launch(slurm, *script[1:], "sweep.parallel=2", module=("-m", "vime.launch.sweep")).splitlines()[-1]
     assert shown == command.replace("VIME_VENV,", "").replace("0-1%2", "0-3%2")
 
     arguments = (f"sweep={file}", root, "sweep.parallel=1")

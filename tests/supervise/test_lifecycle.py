@@ -8,7 +8,7 @@ import pytest
 
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import Failure, RunDir, State, Status
-from vime.supervise.lifecycle import begin_attempt, fruitless, refusals, refused_nodes
+from vime.supervise.lifecycle import begin_attempt, no_progress, refusals, refused_nodes
 
 FAILURE = Failure("trainer", 0, "n", 1, None, "now", "log", [])
 
@@ -73,13 +73,13 @@ def test_a_chain_ends_after_two_attempts_that_saved_nothing_new(
     if now:
         (run.checkpoints / f"step_{now}").mkdir(parents=True)
         (run.checkpoints / f"step_{now}" / "complete").touch()
-    assert bool(fruitless(run)) == ends
+    assert bool(no_progress(run)) == ends
 
 
 def test_a_run_that_is_resumed_by_hand_starts_a_new_chain(tmp_path: Path) -> None:
     refused = {"event": "nodes_refused", "nodes": ["n3", "n1"]}
     run = _run(tmp_path, _started(1, 0), _started(2, 0), refused, {"event": "resumed"})
-    assert fruitless(run) == ""
+    assert no_progress(run) == ""
     assert (refusals(run), refused_nodes(run)) == (0, [])
     run = _run(tmp_path, {"event": "resumed"}, refused, {"event": "nodes_refused", "nodes": ["n1"]})
     assert (refusals(run), refused_nodes(run)) == (2, ["n1", "n3"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vime.supervise import preflight_node
-from vime.supervise.preflight import Problem, skewed, unequal
+from vime.supervise.preflight import NodeProblem, skewed, unequal
 from vime.supervise.preflight_node import NodeReport, look, read_node_report
 from vime.supervise.step_rank import INTERFACE
 
@@ -41,7 +41,7 @@ def test_only_the_checks_that_are_asked_for_are_made(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_node_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "FILE_TIMEOUT", 0.3)
+    monkeypatch.setattr(preflight_node, "FILE_TIMEOUT", 0.3)
     environ = _environ(tmp_path, "gpus,files,ports", **{preflight_node.GPUS: "4", "PATH": "", INTERFACE: "nope0"})
     monkeypatch.setenv("PATH", str(tmp_path))
     gpus, files, ports = look(environ).problems
@@ -82,10 +82,10 @@ def test_the_node_that_differs_is_named() -> None:
         for name, version, extra in (("a", "2.1", {}), ("b", "2.1", {}), ("c", "2.0", {"vllm": "1"}))
     }
     assert unequal(reports) == [
-        Problem("c", "versions: torch is 2.0, elsewhere 2.1"),
-        Problem("c", "versions: vllm is 1, elsewhere none"),
+        NodeProblem("c", "versions: torch is 2.0, elsewhere 2.1"),
+        NodeProblem("c", "versions: vllm is 1, elsewhere none"),
     ]
     assert skewed({"a": -0.2, "b": 70.0, "c": -40.0}, 10) == [
-        Problem("b", "clock: 70 s ahead of the supervisor's node"),
-        Problem("c", "clock: 40 s behind the supervisor's node"),
+        NodeProblem("b", "clock: 70 s ahead of the supervisor's node"),
+        NodeProblem("c", "clock: 40 s behind the supervisor's node"),
     ]

@@ -14,7 +14,7 @@ from tests.training.test_model import TINY, samples
 from vime.buffer.sample import Sample
 from vime.models.tiny import make_tiny
 from vime.training import cpu
-from vime.training.pack import IGNORE, Place
+from vime.training.pack import IGNORE, PackLayout
 
 
 def _sample(token_ids: list[int], prompt_length: int, mask: list[int]) -> Sample:
@@ -32,7 +32,7 @@ def _sample(token_ids: list[int], prompt_length: int, mask: list[int]) -> Sample
 def _layout(rank: int, store: Any, world_size: int) -> dict[str, Any]:
     from vime.training.pack import pack
 
-    packed = pack([_sample([5, 6, 7, 8], 2, [1, 0]), _sample([9, 10, 11], 1, [1, 1])], Place(tensor=4))
+    packed = pack([_sample([5, 6, 7, 8], 2, [1, 0]), _sample([9, 10, 11], 1, [1, 1])], PackLayout(tensor=4))
     return {
         "tokens": packed.token_ids.tolist(),
         "positions": packed.position_ids.tolist(),
@@ -41,7 +41,7 @@ def _layout(rank: int, store: Any, world_size: int) -> dict[str, Any]:
         "sample": packed.sample.tolist(),
         "rollout": packed.rollout_logprobs.tolist(),
         "versions": packed.versions.tolist(),
-        "empty": pack([], Place(tensor=2)).labels.tolist(),
+        "empty": pack([], PackLayout(tensor=2)).labels.tolist(),
     }
 
 

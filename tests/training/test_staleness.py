@@ -19,7 +19,7 @@ from vime.config import Algorithm
 from vime.models.tiny import make_tiny
 from vime.run.directory import RunDir
 from vime.training import cpu
-from vime.training.pack import Place
+from vime.training.pack import PackLayout
 
 E = math.exp(0.25)
 OWN = {"old_logprobs": "trainer"}
@@ -39,7 +39,7 @@ def spanning(versions: list[list[int]], logprobs: list[float], mask: list[int]) 
     )
 
 
-@pytest.mark.parametrize("place", [Place(), Place(context_rank=1, context_size=2)])
+@pytest.mark.parametrize("place", [PackLayout(), PackLayout(context_rank=1, context_size=2)])
 @pytest.mark.parametrize(
     ("rule", "losses", "gradient"),
     [
@@ -62,7 +62,7 @@ def spanning(versions: list[list[int]], logprobs: list[float], mask: list[int]) 
         ),
     ],
 )
-def test_hand_computed(place: Place, rule: dict[str, Any], losses: list[float], gradient: list[float]) -> None:
+def test_hand_computed(place: PackLayout, rule: dict[str, Any], losses: list[float], gradient: list[float]) -> None:
     cpu.enable()
     from vime.training.batch import Microbatch
     from vime.training.experience import Experience

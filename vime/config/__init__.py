@@ -1,4 +1,4 @@
-"""Every key of a run: `Config` and its sections. How files compose is `compose`'s work, how mistakes are told `explain`'s."""
+"""Every key of a run: `Config` and its sections. `compose` reads files, `explain` tells mistakes."""
 
 from vime.config.algorithm import Algorithm as Algorithm
 from vime.config.cluster import Cluster as Cluster

@@ -72,7 +72,7 @@ class Config(Section):
         return seconds(self.launch.time or self.cluster.slurm.time)
 
     @property
-    def engine_parts(self) -> int:
+    def nodes_per_engine(self) -> int:
         """Nodes of one engine: more than 1 where it is wider than a node, which it then takes whole."""
         slots = self.cluster.node.places
         width = self.rollout.tensor_parallel

@@ -45,7 +45,7 @@ def _check_tied(config: Config, family: str, where: str) -> None:
         raise UserError(f"{where} true, and vLLM cannot tie the embeddings of {family}: it must be false")
 
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of a JSONL file that are read before a submission: about a second."""
 
 
@@ -118,7 +118,7 @@ def top_level_names(source: bytes) -> set[str] | None:
 
 
 def _check_file(path: Path, data: Data) -> None:
-    read_jsonl(path, data.prompt_key, data.answer_key, MOST_BYTES)
+    read_jsonl(path, data.prompt_key, data.answer_key, MAX_BYTES)
 
 
 def _check_task(data: Data) -> None:

@@ -31,7 +31,9 @@ def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
     """
     data: dict[str, Any] = {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
     engines = plan.role("engine")
-    data["engine_urls"] = [_url(process) for process in engines.processes if process.part == 0] if engines else []
+    data["engine_urls"] = (
+        [_url(process) for process in engines.processes if process.engine_node == 0] if engines else []
+    )
     data["warnings"] = list(plan.warnings)
     trainer, engine = memory_of(config)
     data["memory_gb"] = {
@@ -105,7 +107,7 @@ def _rows(role: RolePlan) -> list[tuple[list[str], list[Process]]]:
     if len(rows) <= MANY:
         return rows
     merged: list[tuple[list[str], list[Process]]] = []
-    for _, equal in itertools.groupby(rows, lambda row: [(process.devices, process.part) for process in row[1]]):
+    for _, equal in itertools.groupby(rows, lambda row: [(process.devices, process.engine_node) for process in row[1]]):
         together = list(equal)
         merged.append(([node for nodes, _ in together for node in nodes], [p for _, there in together for p in there]))
     return merged
@@ -114,8 +116,8 @@ def _rows(role: RolePlan) -> list[tuple[list[str], list[Process]]]:
 def _address(role: RolePlan, processes: list[Process]) -> str:
     if role.name not in ("engine", "router"):
         return "-"
-    nodes = list(dict.fromkeys(process.node for process in processes if process.part == 0))
-    return f"http://{compress(nodes)}:{PORT}" if nodes else "part of the engine before"
+    nodes = list(dict.fromkeys(process.node for process in processes if process.engine_node == 0))
+    return f"http://{compress(nodes)}:{PORT}" if nodes else "node of the engine before"
 
 
 def _url(process: Process) -> str:

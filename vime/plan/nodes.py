@@ -11,7 +11,7 @@ from vime.errors import UserError
 
 
 @dataclass(frozen=True)
-class Fit:
+class NodeCount:
     """A component in numbers."""
 
     name: Literal["trainer", "rollout"]
@@ -24,7 +24,7 @@ class Fit:
     """Nodes of one engine; 1 for ranks."""
     tasks: int
     """Ranks, or engines."""
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     """What should stay inside an NVLink domain."""
 
     @property
@@ -36,7 +36,7 @@ class Fit:
         return f"the {self.name} component"
 
 
-def fit_trainer(config: Config) -> Fit:
+def trainer_nodes(config: Config) -> NodeCount:
     """The trainer's nodes: as many ranks on each. Raises UserError when they cannot be dealt out evenly."""
     training, slots = config.training, config.cluster.node.places
     ranks = training.ranks
@@ -62,10 +62,10 @@ def fit_trainer(config: Config) -> Fit:
         if width > 1
         for group in rank_groups(ranks, width, per_node, f"training.{name}={width}")
     ]
-    return Fit("trainer", nodes, per_node, 1, 1, ranks, tuple(groups))
+    return NodeCount("trainer", nodes, per_node, 1, 1, ranks, tuple(groups))
 
 
-def fit_rollout(config: Config) -> Fit:
+def rollout_nodes(config: Config) -> NodeCount:
     """The engines' nodes: whole engines on a node, or whole nodes for an engine. Raises UserError for neither."""
     engines, width, slots = config.rollout.engines, config.rollout.tensor_parallel, config.cluster.node.places
     asked = config.launch.rollout_nodes
@@ -75,14 +75,14 @@ def fit_rollout(config: Config) -> Fit:
                 f"rollout.tensor_parallel={width} is neither within a node of {slots} slots nor a multiple of it;"
                 f" use {width // slots * slots} or {-(-width // slots) * slots}"
             )
-        span = config.engine_parts
+        span = config.nodes_per_engine
         if asked not in (None, engines * span):
             raise UserError(
                 f"launch.rollout_nodes={asked}: {engines} engines of {span} nodes each take {engines * span} nodes"
             )
         what = f"rollout.tensor_parallel={width}"
-        groups = tuple(Group(tuple(range(i * span, (i + 1) * span)), what) for i in range(engines))
-        return Fit("rollout", engines * span, 1, slots, span, engines, groups)
+        groups = tuple(NodeGroup(tuple(range(i * span, (i + 1) * span)), what) for i in range(engines))
+        return NodeCount("rollout", engines * span, 1, slots, span, engines, groups)
     least = -(-engines // (slots // width))
     nodes = asked or least
     if not least <= nodes <= engines:
@@ -90,11 +90,11 @@ def fit_rollout(config: Config) -> Fit:
             f"launch.rollout_nodes={nodes}: {engines} engines of {width} slots fit on {least} to {engines} nodes of"
             f" {slots} slots"
         )
-    return Fit("rollout", nodes, -(-engines // nodes), width, 1, engines, ())
+    return NodeCount("rollout", nodes, -(-engines // nodes), width, 1, engines, ())
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Nodes whose GPUs exchange data all the time, and why."""
 
     nodes: tuple[int, ...]
@@ -102,16 +102,16 @@ class Group:
     """Setting that makes the group, such as training.tensor_parallel=8."""
 
 
-def rank_groups(ranks: int, size: int, per_node: int, what: str) -> list[Group]:
+def rank_groups(ranks: int, size: int, per_node: int, what: str) -> list[NodeGroup]:
     """Groups of `size` neighbouring ranks when each node holds `per_node`: those of tensor or expert parallelism."""
     return [
-        Group(tuple(range(first // per_node, (first + size - 1) // per_node + 1)), what)
+        NodeGroup(tuple(range(first // per_node, (first + size - 1) // per_node + 1)), what)
         for first in range(0, ranks, size)
     ]
 
 
 def choose_segment(
-    nodes: int, domain_nodes: int, groups: Sequence[Group], wanted: int | None, where: str, setting: str
+    nodes: int, domain_nodes: int, groups: Sequence[NodeGroup], wanted: int | None, where: str, setting: str
 ) -> int:
     """Nodes of one `--segment`: the most that one NVLink domain holds, that divide `nodes`, and that part no group.
 
@@ -141,7 +141,7 @@ def choose_segment(
     return max(whole or fitting)
 
 
-def parted(groups: Sequence[Group], segment: int) -> list[Group]:
+def parted(groups: Sequence[NodeGroup], segment: int) -> list[NodeGroup]:
     """Those of `groups` whose nodes are not all in one run of `segment` nodes."""
     return [group for group in groups if group.nodes[0] // segment != group.nodes[-1] // segment]
 
@@ -151,22 +151,22 @@ def _multiples(nodes: int, segment: int) -> str:
     return f"{below} or {below + segment}" if below else str(segment)
 
 
-def segments_of(config: Config, fits: list[Fit], layout: str) -> tuple[list[int | None], list[str]]:
+def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[list[int | None], list[str]]:
     """The segment of each component, and warnings about groups that leave an NVLink domain. Raises UserError."""
     cluster = config.cluster
     domain, own = cluster.node.domain_nodes, {"trainer": cluster.slurm.trainer, "rollout": cluster.slurm.rollout}
     warnings = []
     if layout == "hetjob":
-        parts = [(str(fit), f"launch.{fit.name}_nodes", fit.nodes, fit.groups) for fit in fits]
-        wanted = [own[fit.name].segment for fit in fits]
+        parts = [(str(count), f"launch.{count.name}_nodes", count.nodes, count.groups) for count in counts]
+        wanted = [own[count.name].segment for count in counts]
     else:
         shifted = [
-            Group(tuple(node + sum(before.nodes for before in fits[:index]) for node in group.nodes), group.what)
-            for index, fit in enumerate(fits)
-            for group in fit.groups
+            NodeGroup(tuple(node + sum(before.nodes for before in counts[:index]) for node in group.nodes), group.what)
+            for index, count in enumerate(counts)
+            for group in count.groups
         ]
-        parts = [("the allocation", "its nodes", sum(fit.nodes for fit in fits), tuple(shifted))]
-        wanted = [next((own[fit.name].segment for fit in fits if own[fit.name].segment), None)]
+        parts = [("the allocation", "its nodes", sum(count.nodes for count in counts), tuple(shifted))]
+        wanted = [next((own[count.name].segment for count in counts if own[count.name].segment), None)]
     segments: list[int | None] = []
     for (where, setting, nodes, groups), choice in zip(parts, wanted, strict=True):
         on = cluster.slurm.segment
@@ -180,10 +180,10 @@ def segments_of(config: Config, fits: list[Fit], layout: str) -> tuple[list[int 
             " over the network. launch.layout=partitioned takes both from one allocation"
         )
     # A partitioned job has one segment for all of its slices.
-    return segments * len(fits) if len(segments) < len(fits) else segments, list(dict.fromkeys(warnings))
+    return segments * len(counts) if len(segments) < len(counts) else segments, list(dict.fromkeys(warnings))
 
 
-def _leaves_domain(config: Config, group: Group) -> str:
+def _leaves_domain(config: Config, group: NodeGroup) -> str:
     node = config.cluster.node
     domain = node.nvlink_domain or node.gpus
     speeds = ""
@@ -194,13 +194,13 @@ def _leaves_domain(config: Config, group: Group) -> str:
     return f"{group.what} spans {len(group.nodes)} nodes and leaves the NVLink domain of {domain} GPUs{speeds}{cure}"
 
 
-def idle_gpus(config: Config, fit: Fit) -> list[str]:
+def idle_gpus(config: Config, count: NodeCount) -> list[str]:
     """A warning when a component takes whole nodes and leaves GPUs of them unused."""
     node = config.cluster.node
-    total = fit.nodes * node.places
-    if fit.slots_used == total or not config.cluster.slurm.exclusive or config.cluster.device == "cpu":
+    total = count.nodes * node.places
+    if count.slots_used == total or not config.cluster.slurm.exclusive or config.cluster.device == "cpu":
         return []
-    return [f"{fit} uses {fit.slots_used} of the {total} GPUs of its {fit.nodes} nodes"]
+    return [f"{count} uses {count.slots_used} of the {total} GPUs of its {count.nodes} nodes"]
 
 
 def shared_memory(config: Config) -> list[str]:

@@ -1,6 +1,6 @@
 """Which role runs on which node, device and rank. Pure functions: the plan of a configuration never changes.
 
-The roles of a run sit in components (`trainer`, `rollout`): the parts that a scheduler places apart. On a local cluster
+The roles of a run sit in components (`trainer`, `rollout`), which a scheduler places apart. On a local cluster
 both components are the same single node. On SLURM nodes have no names before the job starts: `rollout-1` is the second
 node of the rollout component, whichever host that will be.
 """
@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from vime.config import Config
 from vime.errors import UserError
 from vime.plan.memory import memory_warnings
-from vime.plan.nodes import Fit, fit_rollout, fit_trainer, idle_gpus, segments_of, shared_memory
+from vime.plan.nodes import NodeCount, idle_gpus, rollout_nodes, segments_of, shared_memory, trainer_nodes
 
 RoleName = Literal["supervisor", "trainer", "engine", "router", "generator"]
 ComponentName = Literal["trainer", "rollout"]
+MOVED = {
+    "vime.launch.supervisor": "vime.supervise.supervisor",
+    "vime.training.main": "vime.training.trainer",
+    "vime.rollout.engine": "vime.rollout.engine.engine",
+    "vime.rollout.router": "vime.rollout.router.router",
+}
+"""Where the programs are now that jobs still in the queue name: they were submitted before these modules moved."""
 
 
 class _Frozen(BaseModel):
@@ -28,13 +35,13 @@ class Process(_Frozen):
     """One process of a role."""
 
     rank: int
-    """Rank within the role, from 0. An engine that spans nodes has one for each of its parts."""
+    """Rank within the role, from 0. An engine that spans nodes has one for each of its nodes."""
     node: str
     """A name in the component's nodes."""
     devices: tuple[int, ...] = ()
     """GPU indices on that node; empty on a CPU."""
-    part: int = 0
-    """Which of the nodes of an engine that spans several. Part 0 is the server that the run talks to."""
+    engine_node: int = Field(0, validation_alias=AliasChoices("engine_node", "part"))
+    """Which of the nodes of an engine that spans several. Node 0 has the server that the run talks to."""
 
 
 class RolePlan(_Frozen):
@@ -45,6 +52,11 @@ class RolePlan(_Frozen):
     module: str
     """`python -m module` is the process."""
     processes: tuple[Process, ...]
+
+    @field_validator("module")
+    @classmethod
+    def _where_it_is_now(cls, module: str) -> str:
+        return MOVED.get(module, module)
 
 
 class Component(_Frozen):
@@ -134,30 +146,30 @@ def _slurm_plan(config: Config) -> Plan:
             f"{cluster.slurm.signal_seconds}: USR2 would come before the run starts; raise launch.time"
         )
     # Without engines nothing needs nodes of its own: demonstrations are written on the trainer's first node.
-    fits = [fit_trainer(config), *([fit_rollout(config)] if config.rollout.engines else [])]
+    counts = [trainer_nodes(config), *([rollout_nodes(config)] if config.rollout.engines else [])]
     # A single component is not heterogeneous.
-    layout: Literal["hetjob", "partitioned"] = config.launch.layout if len(fits) > 1 else "partitioned"
-    segments, warnings = segments_of(config, fits, layout)
-    components = tuple(_component(config, fit, segment) for fit, segment in zip(fits, segments, strict=True))
+    layout: Literal["hetjob", "partitioned"] = config.launch.layout if len(counts) > 1 else "partitioned"
+    segments, warnings = segments_of(config, counts, layout)
+    components = tuple(_component(config, count, segment) for count, segment in zip(counts, segments, strict=True))
     if layout == "partitioned":
         components = tuple(
-            part.model_copy(update={"first_node": sum(fit.nodes for fit in fits[:index])})
-            for index, part in enumerate(components)
+            component.model_copy(update={"first_node": sum(count.nodes for count in counts[:index])})
+            for index, component in enumerate(components)
         )
-    engines = _engines(config, fits[-1]) if config.rollout.engines else ()
+    engines = _engines(config, counts[-1]) if config.rollout.engines else ()
     rollout = components[-1]
     return Plan(
         recipe=config.recipe,
         cluster=cluster.name,
         layout=layout,
         components=components,
-        roles=_roles(config, _trainers(config, fits[0]), engines, rollout.name, "trainer-0", rollout.nodes[0]),
+        roles=_roles(config, _trainers(config, counts[0]), engines, rollout.name, "trainer-0", rollout.nodes[0]),
         data_parallel=config.training.data_parallel,
         samples_per_step=config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         time_limit=limit,
         warnings=(
             *warnings,
-            *(line for fit in fits for line in idle_gpus(config, fit)),
+            *(line for count in counts for line in idle_gpus(config, count)),
             *shared_memory(config),
             *memory_warnings(config),
         ),
@@ -186,37 +198,39 @@ def _roles(
     return tuple(roles)
 
 
-def _trainers(config: Config, fit: Fit) -> tuple[Process, ...]:
-    each, on_gpu = fit.tasks_per_node, config.cluster.device == "cuda"
+def _trainers(config: Config, count: NodeCount) -> tuple[Process, ...]:
+    each, on_gpu = count.tasks_per_node, config.cluster.device == "cuda"
     return tuple(
         Process(rank=rank, node=f"trainer-{rank // each}", devices=(rank % each,) if on_gpu else ())
-        for rank in range(fit.tasks)
+        for rank in range(count.tasks)
     )
 
 
-def _engines(config: Config, fit: Fit) -> tuple[Process, ...]:
+def _engines(config: Config, count: NodeCount) -> tuple[Process, ...]:
     on_gpu = config.cluster.device == "cuda"
     processes = []
-    for index in range(fit.tasks):
-        node, place = divmod(index, fit.tasks_per_node)
-        for part in range(fit.span):
-            devices = _gpus(place * fit.width, fit.width) if on_gpu else ()
-            host = f"rollout-{node * fit.span + part}"
-            processes.append(Process(rank=index * fit.span + part, node=host, devices=devices, part=part))
+    for index in range(count.tasks):
+        node, place = divmod(index, count.tasks_per_node)
+        for engine_node in range(count.span):
+            devices = _gpus(place * count.width, count.width) if on_gpu else ()
+            host = f"rollout-{node * count.span + engine_node}"
+            processes.append(
+                Process(rank=index * count.span + engine_node, node=host, devices=devices, engine_node=engine_node)
+            )
     return tuple(processes)
 
 
-def _component(config: Config, fit: Fit, segment: int | None) -> Component:
+def _component(config: Config, count: NodeCount, segment: int | None) -> Component:
     node, whole = config.cluster.node, config.cluster.slurm.exclusive
-    used = fit.tasks_per_node * fit.width
+    used = count.tasks_per_node * count.width
     cpus = node.cpus if whole else node.cpus * used // node.places
-    if cpus < fit.tasks_per_node:
-        raise UserError(f"cluster.node.cpus={node.cpus} do not give each of {fit.tasks_per_node} tasks of a node one")
+    if cpus < count.tasks_per_node:
+        raise UserError(f"cluster.node.cpus={node.cpus} do not give each of {count.tasks_per_node} tasks of a node one")
     return Component(
-        name=fit.name,
-        nodes=tuple(f"{fit.name}-{index}" for index in range(fit.nodes)),
-        tasks_per_node=fit.tasks_per_node,
-        cpus_per_task=cpus // fit.tasks_per_node,
+        name=count.name,
+        nodes=tuple(f"{count.name}-{index}" for index in range(count.nodes)),
+        tasks_per_node=count.tasks_per_node,
+        cpus_per_task=cpus // count.tasks_per_node,
         gpus_per_node=node.gpus if whole else min(used, node.gpus),
         segment=segment,
     )

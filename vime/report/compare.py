@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.report.render import state_words, tidy
-from vime.report.series import Data
+from vime.report.series import Frozen
 from vime.report.settings import Settings, read_settings
 from vime.report.summary import Summary, summarize
 from vime.report.words import clean, number, plural
 from vime.run.directory import RunDir
 
 
-class Compared(Data):
+class Compared(Frozen):
     """One run of a comparison."""
 
     settings: dict[str, Any]
@@ -25,7 +25,7 @@ class Compared(Data):
     summary: Summary
 
 
-class Comparison(Data):
+class Comparison(Frozen):
     """Runs, best first."""
 
     folder: str

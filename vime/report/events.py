@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vime.report.series import Data, Gather, Series, as_number
+from vime.report.series import Frozen, Gather, Series, as_number
 from vime.run.jsonl import Record, read_lines
 
 REASONS = 8  # kinds of drop reason listed; a reason may carry free text, so the rest is summed
 
 
-class HeldOut(Data):
+class HeldOut(Frozen):
     """Held-out accuracy over policy versions. A point's `step` is the version."""
 
     dataset: str
@@ -21,7 +21,7 @@ class HeldOut(Data):
     accuracy: Series
 
 
-class WeightUpdates(Data):
+class WeightUpdates(Frozen):
     """Updates of the engines' weights, those repeated after a resume included."""
 
     updates: int

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from vime.report.series import Data, Gather, Series, as_number
+from vime.report.series import Frozen, Gather, Series, as_number
 from vime.run.jsonl import Record, read_lines
 
 REWARD = "rollout/raw_reward"
@@ -46,7 +46,7 @@ RATES = {
 """A rate and the seconds it was measured over, so that its mean is tokens over time and not a mean of ratios."""
 
 
-class Attempt(Data):
+class AttemptSteps(Frozen):
     """The steps that one attempt wrote, those included that a later attempt repeated."""
 
     attempt: int
@@ -72,7 +72,7 @@ class Metrics:
     dropped: int = 0
     above_tolerance: int = 0
     """Steps whose logprob difference is above the tolerance."""
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptSteps] = field(default_factory=list)
 
     @property
     def missing(self) -> int:
@@ -141,7 +141,7 @@ class _Pass:
                 self.metrics.series[name] = series
             if gather.nonfinite:
                 self.metrics.nonfinite[name] = gather.nonfinite
-        self.metrics.attempts = [Attempt(attempt=n, first_step=a, last_step=b) for n, a, b in attempts]
+        self.metrics.attempts = [AttemptSteps(attempt=n, first_step=a, last_step=b) for n, a, b in attempts]
         self.metrics.repeated = repeated
         return self.metrics
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from vime.errors import UserError
-from vime.report.series import Data
+from vime.report.series import Frozen
 from vime.run.directory import RunDir, State, Status
 
 QUIET_LIMIT = 300.0  # seconds without any write after which a run that says it is running counts as lost
 
 
-class Outcome(Data):
+class Outcome(Frozen):
     """State of a run at the time of the report."""
 
     state: State | Literal["unknown"]

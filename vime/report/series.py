@@ -13,20 +13,20 @@ from vime.report.sparkline import Curve
 ENDS = 5  # steps averaged at either end of a run, so that one lucky step does not stand for it
 
 
-class Data(BaseModel):
+class Frozen(BaseModel):
     """A part of a summary: immutable, and strict about its own names when it is read back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Point(Data):
+class Point(Frozen):
     """A value and the step it belongs to."""
 
     step: int
     value: float
 
 
-class Series(Data):
+class Series(Frozen):
     """A metric over all steps that reported a finite value."""
 
     count: int

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from vime.report.events import Events, HeldOut, WeightUpdates, read_events
-from vime.report.metrics import LOGPROB_DIFF, LOSS, REWARD, STEP_TIME, TRAINER_TIMES, Attempt, Metrics, read_metrics
+from vime.report.metrics import (
+    LOGPROB_DIFF,
+    LOSS,
+    REWARD,
+    STEP_TIME,
+    TRAINER_TIMES,
+    AttemptSteps,
+    Metrics,
+    read_metrics,
+)
 from vime.report.outcome import Outcome, read_outcome
 from vime.report.phase import read_phase
-from vime.report.series import Data, Series
+from vime.report.series import Frozen, Series
 from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
 from vime.run.directory import Failure, RunDir
 
 
-class Steps(Data):
+class Steps(Frozen):
     """How far the run came. A step is an optimizer update of the policy."""
 
     done: int
     planned: int | None
     repeated: int
     """Steps trained again because an attempt ended after its last checkpoint."""
-    attempts: list[Attempt]
+    attempts: list[AttemptSteps]
 
 
-class TimeShare(Data):
+class TimeShare(Frozen):
     """A part of the steps' wall time."""
 
     name: str
@@ -34,7 +43,7 @@ class TimeShare(Data):
     """Mean seconds a step."""
 
 
-class Timing(Data):
+class Timing(Frozen):
     """Where the time of the steps went."""
 
     step_time: Series
@@ -44,7 +53,7 @@ class Timing(Data):
     """Generation. It goes on while the trainer waits or trains, so it is not a part of the sum above."""
 
 
-class Rates(Data):
+class Rates(Frozen):
     """Tokens per second: total tokens over total seconds in `mean`."""
 
     rollout: Series | None
@@ -52,21 +61,21 @@ class Rates(Data):
     per_gpu: Series | None
 
 
-class Dropped(Data):
+class Dropped(Frozen):
     """Samples given up after the allowed tries."""
 
     samples: int
     reasons: dict[str, int]
 
 
-class Restarts(Data):
+class Restarts(Frozen):
     """Restarts of one engine."""
 
     engine: int
     restarts: int
 
 
-class Summary(Data):
+class Summary(Frozen):
     """What there is to say about a run. Parts that it has no data for are None or empty."""
 
     run: str

@@ -12,7 +12,7 @@ from vime.models.routing import Routing
 from vime.rollout.engine.auth import ENGINE_HEADER
 from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.engine.version_ranges import VERSIONS
-from vime.rollout.http_client import BadResponse, PatientClient
+from vime.rollout.http_client import BadResponse, RetryingClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
 
 
@@ -43,7 +43,7 @@ class Completion:
     """The experts that the prompt's and the response's tokens used, where they are asked for."""
 
 
-class RolloutClient(PatientClient):
+class RolloutClient(RetryingClient):
     """Asks the router at `url`. Use as an async context manager.
 
     A server that does not answer (it may be restarting) is asked again for at most `patience` seconds.

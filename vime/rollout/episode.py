@@ -25,7 +25,7 @@ Ask = Callable[[list[int], int, tuple[int, ...], tuple[str, ...]], Coroutine[Any
 """(token ids, most tokens, further stop token ids, stop texts) -> what the engine sampled."""
 
 
-MOST_STOPS = 4
+MAX_STOPS = 4
 """Texts at which vLLM's completions may end."""
 
 
@@ -105,8 +105,8 @@ class Episode:
         Raises EpisodeEnded when nothing fits any more; leave it to vime. Raises ValueError for more than MOST_STOPS
         texts.
         """
-        if len(stop) > MOST_STOPS:
-            raise ValueError(f"a turn may end at {MOST_STOPS} texts, not at {len(stop)}; use stop_token_ids for more")
+        if len(stop) > MAX_STOPS:
+            raise ValueError(f"a turn may end at {MAX_STOPS} texts, not at {len(stop)}; use stop_token_ids for more")
         self._require(1)
         most = min(self.room, max_tokens or self.room)
         completion = await self._ask(self.token_ids, most, tuple(stop_token_ids), tuple(stop))

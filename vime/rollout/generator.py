@@ -28,7 +28,7 @@ from vime.rollout.filters import Filters
 from vime.rollout.group import Generation, load_generate
 from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline, TooManyLost
-from vime.rollout.policy_version import Served
+from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
@@ -77,7 +77,7 @@ class Generator:
         self.generate = load_generate(config.rollout, self.calls)
         self.report = partial(self.run_dir.append_event, role)
         self.routing = replayed_routing(config, role.model)
-        self.served = Served()
+        self.served = PolicyVersion()
         self.evaluated: set[int] = set()
 
     async def run(self) -> None:

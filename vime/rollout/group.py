@@ -21,7 +21,7 @@ from vime.rollout.data.user_calls import CallFailed, UserCalls, is_async
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
 from vime.rollout.http_client import BadResponse
 from vime.rollout.prompts import Prompt, Report
-from vime.rollout.rewards.scorer import Answered, Scorer, Unscored
+from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Generation:
             if self.scorer.by_group:  # they are scored together, those of earlier tries too
                 fresh, drafts, rewards = [*drafts, *fresh], [], []
             if fresh:
-                answered = [Answered(draft.text, draft.metadata) for draft in fresh]
+                answered = [Answer(draft.text, draft.metadata) for draft in fresh]
                 for draft, reward in zip(fresh, await self.scorer.score(prompt.problem, answered), strict=True):
                     if isinstance(reward, Unscored):
                         tally.reasons[str(reward)] += 1

@@ -15,7 +15,7 @@ from vime.errors import WaitTimeout
 
 SERVED_SECONDS = 10.0
 """An attempt that lasted longer than this was being served when it broke off."""
-MOST_SERVED = 3
+MAX_SERVED = 3
 """Attempts at one request that may break off so."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
 """Seconds between attempts at a server that does not answer; the last one repeats."""
@@ -37,7 +37,7 @@ class _Unavailable(Exception):
     pass
 
 
-class PatientClient:
+class RetryingClient:
     """Asks servers. Use as an async context manager.
 
     A server that does not answer is asked again for at most `patience` seconds. trust_env: go through the proxy that
@@ -89,7 +89,7 @@ class PatientClient:
                     # Until now a server was at work on it: patience begins when it stops answering.
                     served, down_since = served + 1, now
                 pause = PAUSES[min(attempt, len(PAUSES) - 1)]
-                if now - down_since + pause > patience or served >= MOST_SERVED:
+                if now - down_since + pause > patience or served >= MAX_SERVED:
                     waited = f"waited {now - down_since:.0f} s and {attempt + 1} attempts"
                     raise WaitTimeout(f"{waited} for an answer of {url}: {error}") from error
                 attempt += 1

@@ -25,7 +25,7 @@ from vime.config import Config
 from vime.rollout.filters import FilterFailed, Filters
 from vime.rollout.group import Generation, Tally
 from vime.rollout.metrics import StepStatistics
-from vime.rollout.policy_version import Served
+from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import Prompt, PromptFeed
 from vime.rollout.teacher import Teacher
 
@@ -65,7 +65,7 @@ class Pipeline:
         generation: Generation,
         feed: PromptFeed,
         filters: Filters,
-        served: Served,
+        served: PolicyVersion,
         written: frozenset[int] = frozenset(),
         teacher: Teacher | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ POLL_SECONDS = 1.0
 """One wait at the store: how long the end of the process may be held up by it."""
 
 
-class Served:
+class PolicyVersion:
     """Knows the version that is served. `on_change` is called, in the event loop, whenever it grows."""
 
     def __init__(self, version: int = -1) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vime.buffer.sample import Group, Sample
 from vime.config.algorithm import TEACHER_KEY
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.http_client import BadResponse, PatientClient, RequestRefused
+from vime.rollout.http_client import BadResponse, RequestRefused, RetryingClient
 
 CHECK_PATIENCE = 30.0
 """Seconds in which the server must answer before the run begins. Later it may be away longer, to be restarted."""
@@ -26,7 +26,7 @@ ROUNDING = 1e-3
 """A logprob may be above 0 by this much."""
 
 
-class Teacher(PatientClient):
+class Teacher(RetryingClient):
     """Asks the vLLM server at `url`, which may end in /v1. Use as an async context manager.
 
     vLLM's logprobs of prompt tokens are those of the model's own distribution: no temperature is applied to them,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from vime.errors import UserError
 
-MOST = 65536
+MAX_HOSTS = 65536
 """Hosts in one list. A longer one is a mistake in a number."""
 _NUMBER = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -24,8 +24,8 @@ def expand(text: str) -> list[str]:
     hosts: list[str] = []
     for part in filter(None, _split(text)):
         hosts += _expand_one(part, text)
-        if len(hosts) > MOST:
-            raise UserError(f"node list {_short(text)} names more than {MOST} hosts")
+        if len(hosts) > MAX_HOSTS:
+            raise UserError(f"node list {_short(text)} names more than {MAX_HOSTS} hosts")
     return hosts
 
 
@@ -69,8 +69,8 @@ def _expand_one(part: str, whole: str) -> list[str]:
     size = 1
     for choice in choices:
         size *= len(choice)
-        if size > MOST:
-            raise UserError(f"node list {_short(whole)} names more than {MOST} hosts")
+        if size > MAX_HOSTS:
+            raise UserError(f"node list {_short(whole)} names more than {MAX_HOSTS} hosts")
     return ["".join(pieces) for pieces in itertools.product(*choices)]
 
 
@@ -83,8 +83,8 @@ def _numbers(ranges: str, whole: str) -> Iterator[str]:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise UserError(f"node list {_short(whole)}: the range {item} runs backwards")
-        if int(last) - int(first) >= MOST:
-            raise UserError(f"node list {_short(whole)} names more than {MOST} hosts")
+        if int(last) - int(first) >= MAX_HOSTS:
+            raise UserError(f"node list {_short(whole)} names more than {MAX_HOSTS} hosts")
         yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 

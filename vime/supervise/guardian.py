@@ -23,11 +23,12 @@ from types import FrameType
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from vime.errors import UserError
+from vime.plan.plan import MOVED
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.role import become_subreaper, die_with_parent
 from vime.slurm.scheduler import exclude_nodes, job_states, requeue_ending
 from vime.supervise.failure import launcher_failure
-from vime.supervise.lifecycle import begin_attempt, fruitless, refused_nodes
+from vime.supervise.lifecycle import begin_attempt, no_progress, refused_nodes
 from vime.supervise.process_tree import kill_descendants, reap_orphans
 from vime.supervise.processes import KILL_TIMEOUT, signal_name
 from vime.supervise.stop_signals import WATCHED
@@ -76,13 +77,13 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     if status.state == "completed":
         return status.state
     log = run.log("supervisor", 0, status.attempt)
-    hopeless = fruitless(run)
+    hopeless = no_progress(run)
     if hopeless:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{hopeless}\n")
         close(run, launcher_failure("supervisor", log))
         raise RunEnded(f"{run.path}: {hopeless}")
-    child = _start(run, supervisor, log)
+    child = _start(run, [MOVED.get(word, word) for word in supervisor], log)
     code = child.wait()
     kill_descendants(os.getpid(), KILL_TIMEOUT)
     reap_orphans(frozenset())

@@ -13,7 +13,7 @@ from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import RunDir, Status
 from vime.run.files import write_atomic
 
-FRUITLESS = 2
+MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 """Attempts in a row without a new checkpoint after which the chain ends itself."""
 
 
@@ -58,7 +58,7 @@ def _refused(run: RunDir) -> list[dict[str, Any]]:
     return found
 
 
-def fruitless(run: RunDir) -> str:
+def no_progress(run: RunDir) -> str:
     """Why the chain must not go on, from the attempts recorded since it was last started by hand; empty when it may."""
     begun = [newest_checkpoint(run)]
     for event in reversed(_events(run)):
@@ -66,11 +66,11 @@ def fruitless(run: RunDir) -> str:
             break
         if event.get("event") == "run_started" and isinstance(event.get("checkpoint"), int):
             begun.append(event["checkpoint"])
-    if len(begun) <= FRUITLESS or len(set(begun[: FRUITLESS + 1])) > 1:
+    if len(begun) <= MAX_ATTEMPTS_WITHOUT_PROGRESS or len(set(begun[: MAX_ATTEMPTS_WITHOUT_PROGRESS + 1])) > 1:
         return ""
     return (
-        f"{FRUITLESS} attempts in a row made no progress: each began at step {begun[0]} and saved nothing newer."
-        " See their logs; continue by hand with --resume once the cause is gone"
+        f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row made no progress: each began at step {begun[0]} and saved"
+        " nothing newer. See their logs; continue by hand with --resume once the cause is gone"
     )
 
 

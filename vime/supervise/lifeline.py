@@ -1,7 +1,7 @@
 """The lifeline: a connection from each rank's wrapper to the supervisor that carries nothing and means "go on".
 
 A step of srun spans nodes, where the supervisor can neither signal a process group nor be anyone's parent. So each
-wrapper (`vime.supervise.step_rank`) holds this connection, and ends its role when it closes. The supervisor closes it to
+wrapper (`step_rank`) holds this connection, and ends its role when it closes. The supervisor closes it to
 stop a run; the kernel closes it when the supervisor is killed; keep-alive notices a node that is gone.
 """
 

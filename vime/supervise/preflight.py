@@ -29,7 +29,7 @@ POLL = 0.25
 
 
 @dataclass(frozen=True)
-class Problem:
+class NodeProblem:
     """What is wrong with a node."""
 
     node: str
@@ -61,7 +61,7 @@ class _Step:
 
 def check_nodes(
     run: RunDir, config: Config, plan: Plan, allocation: Allocation, signals: StopSignals, attempt: int
-) -> list[Problem]:
+) -> list[NodeProblem]:
     """Run the preflight on every node of the job, at most cluster.preflight.timeout seconds. Returns what is wrong.
 
     Raises Stopped when the run is asked to stop meanwhile.
@@ -82,7 +82,7 @@ def check_nodes(
                 signal_group(step.popen.pid, signal.SIGTERM)
     problems = [problem for step in steps for problem in _silent(step, settings.timeout)]
     reports = {node: report for step in steps for node, report in step.reports.items()}
-    problems += [Problem(node, what) for node, report in reports.items() for what in report.problems]
+    problems += [NodeProblem(node, what) for node, report in reports.items() for what in report.problems]
     problems += unequal(reports)
     if "clock" in settings.checks:
         problems += skewed({node: skew for step in steps for node, skew in step.skew.items()}, settings.clock_skew)
@@ -93,24 +93,26 @@ def check_nodes(
     return problems
 
 
-def unequal(reports: Mapping[str, NodeReport]) -> list[Problem]:
+def unequal(reports: Mapping[str, NodeReport]) -> list[NodeProblem]:
     """Nodes whose version of a package is not the one that most nodes have."""
     problems = []
     for name in sorted({name for report in reports.values() for name in report.versions}):
         there = {node: report.versions.get(name, "none") for node, report in reports.items()}
         usual = Counter(there.values()).most_common(1)[0][0]
         problems += [
-            Problem(node, f"versions: {name} is {version}, elsewhere {usual}")
+            NodeProblem(node, f"versions: {name} is {version}, elsewhere {usual}")
             for node, version in there.items()
             if version != usual
         ]
     return problems
 
 
-def skewed(skew: Mapping[str, float], limit: float) -> list[Problem]:
+def skewed(skew: Mapping[str, float], limit: float) -> list[NodeProblem]:
     """Nodes whose clock differs from this one's by more than `limit` seconds. A line may be late, never early."""
     return [
-        Problem(node, f"clock: {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the supervisor's node")
+        NodeProblem(
+            node, f"clock: {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the supervisor's node"
+        )
         for node, seconds in skew.items()
         if abs(seconds) > limit
     ]
@@ -147,16 +149,16 @@ def _wait(steps: list[_Step], timeout: float, signals: StopSignals) -> None:
             step.read()
 
 
-def _silent(step: _Step, timeout: float) -> list[Problem]:
+def _silent(step: _Step, timeout: float) -> list[NodeProblem]:
     missing = [host for host in step.hosts if host not in step.reports]
     if not missing:
         return []
     said = [line for line in step.output.read_text(errors="replace").splitlines() if "error" in line]
     why = said[-1] if said else f"no answer within {timeout:g} s"
-    return [Problem(host, f"the preflight did not run: {why}") for host in missing]
+    return [NodeProblem(host, f"the preflight did not run: {why}") for host in missing]
 
 
-def _unseen(reports: Mapping[str, NodeReport], folder: Path, token: str) -> list[Problem]:
+def _unseen(reports: Mapping[str, NodeReport], folder: Path, token: str) -> list[NodeProblem]:
     """Nodes that wrote their file where it does not show here within a bounded time."""
     deadline = time.monotonic() + preflight_node.FILE_TIMEOUT
     waiting = {
@@ -167,7 +169,7 @@ def _unseen(reports: Mapping[str, NodeReport], folder: Path, token: str) -> list
         if time.monotonic() > deadline:
             break
         time.sleep(0.1 if waiting else 0)
-    return [Problem(node, f"files: what it wrote into {folder} does not show here") for node in sorted(waiting)]
+    return [NodeProblem(node, f"files: what it wrote into {folder} does not show here") for node in sorted(waiting)]
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -1,6 +1,6 @@
-"""Checks of one node before roles start there: `python -m vime.supervise.preflight_node`, a task a node, in the container.
+"""Checks of one node before roles start there.
 
-Each check is bounded. A node prints one line: what it found wrong, and the facts that must be equal on all nodes. The
+`python -m vime.supervise.preflight_node` is a task on each node, in the container. Each check is bounded. A node prints one line: what it found wrong, and the facts that must be equal on all nodes. The
 supervisor compares those (`vime.supervise.preflight`).
 """
 

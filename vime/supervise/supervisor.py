@@ -28,8 +28,8 @@ from vime.slurm.allocation import Allocation
 from vime.supervise.attempt import Attempt
 from vime.supervise.commands import Command, role_commands, step_commands
 from vime.supervise.failure import stop_outcome
-from vime.supervise.lifecycle import FRUITLESS, prepare, refusals
-from vime.supervise.preflight import Problem, check_nodes
+from vime.supervise.lifecycle import MAX_ATTEMPTS_WITHOUT_PROGRESS, prepare, refusals
+from vime.supervise.preflight import NodeProblem, check_nodes
 from vime.supervise.stop_signals import Stopped, StopSignals
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
@@ -141,10 +141,10 @@ def _on_this_node(config: Config) -> Config:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=here)})
 
 
-def _refuse(run: RunDir, status: Status, problems: Sequence[Problem], requeue: bool) -> Status:
+def _refuse(run: RunDir, status: Status, problems: Sequence[NodeProblem], requeue: bool) -> Status:
     """The end of an attempt whose nodes are not fit: the guardian requeues the job away from them, within limits."""
     nodes = sorted({problem.node for problem in problems})
-    again = requeue and refusals(run) < FRUITLESS
+    again = requeue and refusals(run) < MAX_ATTEMPTS_WITHOUT_PROGRESS
     role = Role(run.path, "", 0, "supervisor", status.attempt, "", 0, 1, "", Path())
     run.append_event(role, "nodes_refused", nodes=nodes, problems=[str(problem) for problem in problems])
     if again:

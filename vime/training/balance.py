@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from vime.config import Training
-from vime.training.pack import Place
+from vime.training.pack import PackLayout
 
 Microbatches = list[list[int]]
 """Indices of samples, a list a microbatch."""
@@ -67,13 +67,13 @@ def _into(indices: Sequence[int], lengths: Sequence[int], limit: int, count: int
     return tight + [[] for _ in range(count - len(tight))]
 
 
-def divide_into_packs(lengths: Sequence[int], ranks: int, training: Training, place: Place) -> list[Microbatches]:
+def divide_into_packs(lengths: Sequence[int], ranks: int, training: Training, layout: PackLayout) -> list[Microbatches]:
     """`divide` for packs of these sizes on this layout: what one rank takes of a pack is within the limit.
 
     Raises ValueError when a sample is too long for a pack.
     """
     return divide(
-        [place.padded(length) for length in lengths],
+        [layout.padded(length) for length in lengths],
         ranks,
         training.max_tokens_per_microbatch * training.context_parallel,
         # The interleaved schedule takes microbatches in turns of one for each stage.

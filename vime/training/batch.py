@@ -16,7 +16,7 @@ from vime.buffer.reader import BufferReader
 from vime.config import Config
 from vime.training import parallel
 from vime.training.balance import Microbatches, divide_into_packs
-from vime.training.pack import Pack, Place, pack
+from vime.training.pack import Pack, PackLayout, pack
 from vime.training.replay import Replay, replayed_tokens
 
 T = TypeVar("T")
@@ -79,13 +79,13 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int,
     trained = sum(entry.masked_in for entry in entries if entry.weight > 0)
     if trained == 0:
         raise ValueError(f"the batch of step {manifest.step} has no token to train on")
-    place = parallel.pack_place()
+    layout = parallel.pack_layout()
     parts = _consecutive(len(entries), config.algorithm.minibatches)
-    mine = [_mine(part, manifest, config, place) for part in parts]
-    largest = max(place.size([entries[i].tokens for i in content]) for division in mine for content in division)
+    mine = [_mine(part, manifest, config, layout) for part in parts]
+    largest = max(layout.size([entries[i].tokens for i in content]) for division in mine for content in division)
     size = largest if config.training.virtual_stages > 1 else None
     minibatches = [
-        _minibatch(part, division, manifest, reader, config, version, place, size, replay)
+        _minibatch(part, division, manifest, reader, config, version, layout, size, replay)
         for part, division in zip(parts, mine, strict=True)
     ]
     return Batch(
@@ -106,10 +106,10 @@ def _consecutive(count: int, parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(edges)]
 
 
-def _mine(chosen: range, manifest: Manifest, config: Config, place: Place) -> Microbatches:
+def _mine(chosen: range, manifest: Manifest, config: Config, layout: PackLayout) -> Microbatches:
     """Positions of this rank's samples among the chosen ones, a list a microbatch."""
     lengths = [manifest.samples[i].tokens for i in chosen]
-    divided = divide_into_packs(lengths, config.training.data_parallel, config.training, place)
+    divided = divide_into_packs(lengths, config.training.data_parallel, config.training, layout)
     return [[chosen[i] for i in part] for part in divided[parallel.data_rank()]]
 
 
@@ -120,7 +120,7 @@ def _minibatch(
     reader: BufferReader,
     config: Config,
     version: int,
-    place: Place,
+    layout: PackLayout,
     size: int | None,
     replay: Replay | None,
 ) -> list[Microbatch]:
@@ -140,7 +140,7 @@ def _minibatch(
     shares = sample_token_weights("token_mean", counted, masked_in, longest)
     microbatches = []
     for part in mine:
-        packed = pack([samples[i] for i in part], place, size)
+        packed = pack([samples[i] for i in part], layout, size)
         if replay is not None:
             packed = replace(packed, routes=replay.pack([samples[i] for i in part], packed))
         device = packed.sample.device

@@ -24,7 +24,7 @@ from vime.training.batch import Microbatch
 from vime.training.collectives import sum_over_ranks
 from vime.training.experience import Experience
 from vime.training.pack import IGNORE, Pack
-from vime.training.trainable import Trainable, Updated, forward
+from vime.training.trainable import Trainable, UpdateResult, forward
 
 
 class ValueHead(nn.Module):
@@ -116,7 +116,7 @@ class Critic:
         done = [self.trainable.update(step, part, advance=i == len(every) - 1) for i, part in enumerate(every)]
         return self._metrics(done[-len(parts) :])
 
-    def _metrics(self, last: Sequence[Updated]) -> dict[str, float]:
+    def _metrics(self, last: Sequence[UpdateResult]) -> dict[str, float]:
         sums = [one for updated in last for one in updated.sums]
         mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(2)
         total = (sum_over_ranks(mine) / len(last)).tolist()

@@ -62,14 +62,14 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Experiences:
     """The experience of a batch, and what there is to say of it, the same on every rank."""
 
     items: list[Experience]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Gathered:
+def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Experiences:
     """Advantages for every microbatch. A collective over all trainer ranks.
 
     Raises UserError when a custom advantage function fails, ValueError when a reward is not finite.
@@ -104,7 +104,7 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Gathered:
             strict=True,
         )
     ]
-    return Gathered(items, metrics)
+    return Experiences(items, metrics)
 
 
 def _penalties(batch: Batch, scores: Scores, algorithm: Algorithm) -> PerPack:

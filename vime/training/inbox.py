@@ -8,7 +8,7 @@ from vime.buffer.control import BatchMessage, Control, EngineMessage, StopMessag
 
 RANK_0_MARGIN = 60.0
 """Seconds that other ranks wait longer than rank 0 does, so that its own words are the ones in the log."""
-Message = BatchMessage | EngineMessage | StopMessage
+TrainerMessage = BatchMessage | EngineMessage | StopMessage
 
 
 class Inbox:
@@ -19,10 +19,10 @@ class Inbox:
         self._control = control
         self._timeout = timeout
         self._taken = 0
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[TrainerMessage] = deque()
         self._stop: StopMessage | None = None
 
-    def next(self, what: str, only: type[Message] | None = None) -> Message:
+    def next(self, what: str, only: type[TrainerMessage] | None = None) -> TrainerMessage:
         """The request to stop when there is one, else the next message (of type `only`).
 
         Raises WaitTimeout naming `what` when none came in time.

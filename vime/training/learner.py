@@ -125,10 +125,10 @@ class Learner:
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""
-        place = parallel.pack_place()
-        (parts,) = divide_into_packs([len(sample.token_ids) for sample in samples], 1, self.config.training, place)
+        layout = parallel.pack_layout()
+        (parts,) = divide_into_packs([len(sample.token_ids) for sample in samples], 1, self.config.training, layout)
         equal = self.config.training.virtual_stages > 1
-        packs = pack_all([[samples[i] for i in part] for part in parts], place, equal=equal)
+        packs = pack_all([[samples[i] for i in part] for part in parts], layout, equal=equal)
         before = model.set_temperature(self.policy, temperature)
         try:
             outputs = self._score(packs)

@@ -22,7 +22,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
-class Place:
+class PackLayout:
     """What of a pack a rank takes, and how its token count must divide.
 
     tensor: tensor-parallel ranks, which divide the tokens once more under sequence parallelism.
@@ -84,20 +84,20 @@ class Pack:
     routes: Tensor | None = None
 
 
-def pack_all(parts: Sequence[Sequence[Sample]], place: Place, *, equal: bool) -> list[Pack]:
+def pack_all(parts: Sequence[Sequence[Sample]], layout: PackLayout, *, equal: bool) -> list[Pack]:
     """A pack of each part; with `equal` all are padded to the size of the largest."""
-    sizes = [place.size([len(sample.token_ids) for sample in part]) for part in parts]
-    return [pack(part, place, max(sizes) if equal else size) for part, size in zip(parts, sizes, strict=True)]
+    sizes = [layout.size([len(sample.token_ids) for sample in part]) for part in parts]
+    return [pack(part, layout, max(sizes) if equal else size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = None) -> Pack:
+def pack(samples: Sequence[Sample], layout: PackLayout = PackLayout(), size: int | None = None) -> Pack:
     """Lay samples end to end, padded with one more sequence to `size`; default: so that the local token count divides.
 
     Raises ValueError for a trained token that no token precedes.
     """
     lengths = [len(sample.token_ids) for sample in samples]
-    sizes = [place.padded(length) for length in lengths]
-    padding = (size or place.size(lengths)) - sum(sizes)
+    sizes = [layout.padded(length) for length in lengths]
+    padding = (size or layout.size(lengths)) - sum(sizes)
     if padding:
         sizes.append(padding)
     bounds = np.cumsum([0, *sizes], dtype=np.int32)
@@ -121,8 +121,8 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
         if sample.teacher_logprobs is not None:
             teacher.append(np.asarray(sample.teacher_logprobs, dtype=np.float32)[kept])
     rows = columns = None
-    if place.context_size > 1:
-        rows = _context_rows(bounds, place)
+    if layout.context_size > 1:
+        rows = _context_rows(bounds, layout)
         of_label = np.cumsum(labels != IGNORE) - 1
         columns = of_label[rows][labels[rows] != IGNORE]
         token_ids, position_ids, labels = token_ids[rows], position_ids[rows], labels[rows]
@@ -153,11 +153,11 @@ def pack(samples: Sequence[Sample], place: Place = Place(), size: int | None = N
     )
 
 
-def _context_rows(bounds: np.ndarray, place: Place) -> np.ndarray:
+def _context_rows(bounds: np.ndarray, layout: PackLayout) -> np.ndarray:
     """Rows of the whole pack that a context-parallel rank takes: two pieces of each sequence. int64 [local tokens]."""
     rows = []
     for start, end in itertools.pairwise(bounds.astype(np.int64)):
-        piece = (end - start) // (2 * place.context_size)
-        for number in (place.context_rank, 2 * place.context_size - 1 - place.context_rank):
+        piece = (end - start) // (2 * layout.context_size)
+        for number in (layout.context_rank, 2 * layout.context_size - 1 - layout.context_rank):
             rows.append(np.arange(start + number * piece, start + (number + 1) * piece))
     return np.concatenate(rows)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from vime.config import Config, Training
-from vime.training.pack import Place
+from vime.training.pack import PackLayout
 
 _leading_group: dist.ProcessGroup | None = None
 
@@ -84,9 +84,9 @@ def place_in_stage() -> int:
     return dist.get_rank() % stage_ranks
 
 
-def pack_place() -> Place:
+def pack_layout() -> PackLayout:
     """What this rank takes of a pack."""
-    return Place(
+    return PackLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
         context_size=parallel_state.get_context_parallel_world_size(),

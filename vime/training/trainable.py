@@ -24,7 +24,7 @@ Step = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """One optimizer update. sums: what the step said of each microbatch, on the last stage only."""
 
     sums: list[Any]
@@ -42,7 +42,7 @@ class Trainable:
         self.optimizer = _optimizer(self.modules, training)
         self.scheduler = _scheduler(self.optimizer, training)
 
-    def update(self, step: Step, items: Sequence[Experience], *, advance: bool = True) -> Updated:
+    def update(self, step: Step, items: Sequence[Experience], *, advance: bool = True) -> UpdateResult:
         """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, sums).
 
         advance: whether the learning rate's schedule goes on; it counts batches.
@@ -58,7 +58,7 @@ class Trainable:
         rate = float(self.optimizer.param_groups[0]["lr"])
         if advance:
             self.scheduler.step(increment=1)
-        return Updated(sums, float(gradient_norm or 0.0), rate)
+        return UpdateResult(sums, float(gradient_norm or 0.0), rate)
 
 
 def forward(chunks: Sequence[Policy], packs: Sequence[Pack]) -> list[Tensor | None]:

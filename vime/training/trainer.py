@@ -16,7 +16,7 @@ from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.run.directory import RunDir, utc_now
 from vime.run.role import Role, die_with_parent
-from vime.training.inbox import RANK_0_MARGIN, Inbox, Message
+from vime.training.inbox import RANK_0_MARGIN, Inbox, TrainerMessage
 
 if TYPE_CHECKING:
     from vime.training.checkpoint.checkpoints import Checkpoints
@@ -142,7 +142,7 @@ class Trainer:
         if self.first:
             self.reader.collect(self.step)
 
-    def _next(self, what: str, only: type[Message] | None = None) -> tuple[Message, Manifest | None]:
+    def _next(self, what: str, only: type[TrainerMessage] | None = None) -> tuple[TrainerMessage, Manifest | None]:
         """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
         from vime.training.collectives import broadcast_bytes
 
@@ -241,10 +241,10 @@ class Trainer:
         if self.config.training.save_interval:
             self._save()
         if self.config.training.export:
-            from vime.training.weights.hf_export import export
+            from vime.training.weights.hf_export import export_folder
 
             target = self.run_dir.export / f"step_{self.step}"
-            export(self.learner, self.role.model, target, self.config.training.dtype)
+            export_folder(self.learner, self.role.model, target, self.config.training.dtype)
             self._event("exported", step=self.step, path=str(target))
 
     def _event(self, event: str, **details: Any) -> None:

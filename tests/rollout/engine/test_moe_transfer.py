@@ -1,4 +1,4 @@
-"""An engine with experts: its weights after an update, which `vime.rollout.engine.cpu_reload` repairs, and its routes."""
+"""An engine with experts: its routes, and its weights after an update, which `cpu_reload` repairs."""
 
 from __future__ import annotations
 

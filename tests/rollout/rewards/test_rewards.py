@@ -15,9 +15,9 @@ from tests.rollout.serving import Handler, serving
 from vime.config import Data
 from vime.errors import UserError
 from vime.rollout.data.problem import Problem
-from vime.rollout.data.user_calls import MOST_ABANDONED, CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.data.user_calls import MAX_ABANDONED, CallFailed, CallTookTooLong, UserCalls
 from vime.rollout.rewards.rules import choice, think_format
-from vime.rollout.rewards.scorer import Answered, Scorer, Unscored
+from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
 
 HERE = "tests.rollout.rewards.test_rewards"
 PROBLEM = Problem("q", "7", {"question": "q", "answer": "7", "metadata": {}})
@@ -38,7 +38,7 @@ def score(
         calls = UserCalls(threads)
         scorer = Scorer(made, timeout, calls)
         try:
-            found = await scorer.score(problem, [Answered(response, {"turns": 1}) for response in responses])
+            found = await scorer.score(problem, [Answer(response, {"turns": 1}) for response in responses])
             return [str(r) if isinstance(r, Unscored) else r for r in found]
         finally:
             await scorer.close()
@@ -257,13 +257,13 @@ def test_threads_are_bounded() -> None:
 def test_too_many_hanging_calls_end_the_run() -> None:
     async def all_of_them() -> list[BaseException | None]:
         calls = UserCalls(16)
-        jobs = [calls.call("m:f", hangs, 0.05, "it", response="") for _ in range(MOST_ABANDONED + 1)]
+        jobs = [calls.call("m:f", hangs, 0.05, "it", response="") for _ in range(MAX_ABANDONED + 1)]
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     failures = asyncio.run(all_of_them())
-    assert [type(f) for f in failures].count(CallTookTooLong) == MOST_ABANDONED
+    assert [type(f) for f in failures].count(CallTookTooLong) == MAX_ABANDONED
     assert [str(f) for f in failures if isinstance(f, UserError)] == [
-        f"m:f: {MOST_ABANDONED} calls hang, each for more than its limit of 0.05 s"
+        f"m:f: {MAX_ABANDONED} calls hang, each for more than its limit of 0.05 s"
     ]
 
 

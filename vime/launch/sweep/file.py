@@ -31,7 +31,7 @@ from vime.errors import UserError, did_you_mean
 from vime.run.directory import RunDir
 
 KEYS = ("grid", "zip", "set", "parallel", "name", "cluster", "recipe")
-MOST = 10_000
+MAX_COMBINATIONS = 10_000
 """Combinations in one sweep."""
 
 
@@ -107,8 +107,8 @@ def _combine(document: Document, path: Path) -> Iterator[list[tuple[str, str]]]:
     count = max(len(rows), 1)
     for choices in grid:
         count *= len(choices)
-    if count > MOST:
-        raise UserError(f"{path}: {count} combinations are more than the {MOST} of one sweep")
+    if count > MAX_COMBINATIONS:
+        raise UserError(f"{path}: {count} combinations are more than the {MAX_COMBINATIONS} of one sweep")
     if not grid and not rows:
         return
     for row in rows or [[]]:

@@ -173,6 +173,7 @@ def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:
 
 def _collecting(function: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
     """`function`, a generator or not, async or not, so that what it gives is put into `records` one after the other."""
+
     async def awaited(**given: Any) -> None:
         records.extend(await function(**given))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from vime.errors import UserError
 
-MOST_ABANDONED = 64
+MAX_ABANDONED = 64
 """Calls that may hang for ever before the run ends."""
 BLOCKED_SECONDS = 2.0
 """An event loop that does nothing for so long after a call's time is over is blocked by that call."""
@@ -133,8 +133,8 @@ class UserCalls:
 
     def _abandon(self, name: str, timeout: float) -> None:
         self._abandoned += 1
-        if self._abandoned > MOST_ABANDONED:
-            raise UserError(f"{name}: {MOST_ABANDONED} calls hang, each for more than its limit of {timeout:g} s")
+        if self._abandoned > MAX_ABANDONED:
+            raise UserError(f"{name}: {MAX_ABANDONED} calls hang, each for more than its limit of {timeout:g} s")
 
     def _returned(self, future: Future[Any]) -> None:
         self._abandoned -= 1

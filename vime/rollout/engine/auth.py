@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATH = "/health"
@@ -81,7 +81,7 @@ class RunTokenMiddleware:
         return for_generation and scope["path"].startswith(GENERATION_PREFIX)
 
     def _opening(self, send: Send) -> Send:
-        async def observed(message: Message) -> None:
+        async def observed(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
                 self.gated = False
             await send(message)
@@ -92,7 +92,7 @@ class RunTokenMiddleware:
 def _signed(send: Send, server: tuple[str, int]) -> Send:
     name = f"{server[0]}:{server[1]}".encode()
 
-    async def signing(message: Message) -> None:
+    async def signing(message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], (ENGINE_HEADER.lower().encode(), name)]
         await send(message)

@@ -1,9 +1,8 @@
 """The engine role: runs one vLLM server, tells the run where it answers, and starts it again when it dies.
 
-A restarted server holds the initial weights. It comes up behind a closed gate (see `vime.rollout.engine.auth`): the router
-does not admit it until the trainer, asked through its inbox, has sent it the current version.
+A restarted server holds the initial weights. It comes up behind a closed gate (see `auth`): the router does not admit it until the trainer, asked through its inbox, has sent it the current version.
 
-An engine that spans nodes is a process of this role on each of them (see `vime.rollout.engine.multinode`).
+An engine that spans nodes is a process of this role on each of them (see `multinode`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vime.buffer.control import Control, EngineAddress, EngineMessage
 from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.engine.multinode import POLL_SECONDS, PartEnd, Parts
+from vime.rollout.engine.multinode import POLL_SECONDS, EngineNodes, NodeEnd
 from vime.rollout.engine.server import Server, headless_command, server_command, server_environment, span_flags
 from vime.rollout.limits import read_limits
 from vime.run.directory import RunDir
@@ -43,7 +42,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Engine:
-    """This process's part of one engine, through all its restarts."""
+    """This process's node of one engine, through all its restarts."""
 
     role: Role
     config: Config
@@ -51,16 +50,16 @@ class Engine:
     run_dir: RunDir
     index: int
     """Which engine."""
-    parts: Parts
+    nodes: EngineNodes
     address: ReservedPort | None
-    """Where the server answers: with part 0 only."""
+    """Where the server answers: with node 0 only."""
     command: list[str]
     stop: Stop
 
     def run(self) -> int:
         """Serves until asked to stop (returns 0) or until the restarts are used up (returns vLLM's exit code)."""
-        # A report waits for each role that has started to become ready; further parts are no server of their own.
-        event = "started" if self.parts.part == 0 else "part_started"
+        # A report waits for each role that has started to become ready; further nodes have no server of their own.
+        event = "started" if self.nodes.node == 0 else "part_started"
         self.run_dir.append_event(self.role, event, engine=self.index, command=self.command[1:])
         incarnation = 0
         while True:
@@ -76,25 +75,25 @@ class Engine:
             if reason:
                 return self._give_up(end, reason)
             incarnation += 1
-            if self.parts.part == 0:
-                what = {"engine": self.index, "part": end.part, "exit_code": end.exit_code}
+            if self.nodes.node == 0:
+                what = {"engine": self.index, "part": end.node, "exit_code": end.exit_code}
                 self.run_dir.append_event(self.role, "restarted", incarnation=incarnation, **what)
 
-    def _run_once(self, incarnation: int) -> PartEnd | None:
-        """Runs vLLM to its end. Returns which part of the engine ended by itself, or None when asked to stop."""
+    def _run_once(self, incarnation: int) -> NodeEnd | None:
+        """Runs vLLM to its end. Returns which node of the engine ended by itself, or None when asked to stop."""
         begun = time.monotonic()
         timeout, grace = self.config.cluster.startup_timeout, self.config.cluster.stop_timeout * 0.6
-        meeting = self.parts.meet(incarnation, timeout, self.stop)
+        rendezvous = self.nodes.rendezvous(incarnation, timeout, self.stop)
         if self.stop.asked:
             return None
         server = Server.start(
-            [*self.command, *span_flags(self.parts, meeting)],
+            [*self.command, *span_flags(self.nodes, rendezvous)],
             server_environment(self.config, self.role.host, gated=incarnation > 0),
             "" if self.address is None else self.address.url,
         )
 
         def over() -> bool:
-            return self.stop.asked or self.parts.ended_elsewhere(incarnation)
+            return self.stop.asked or self.nodes.ended_elsewhere(incarnation)
 
         try:
             if self.address is not None and server.wait_ready(timeout, over):
@@ -103,11 +102,11 @@ class Engine:
                 time.sleep(POLL_SECONDS)
             code = server.process.poll()
             if code is not None and not self.stop.asked:
-                self.parts.fall(incarnation, 128 - code if code < 0 else code or 1)
+                self.nodes.report_end(incarnation, 128 - code if code < 0 else code or 1)
         finally:
             server.kill_tree(grace)
-        self.parts.down(incarnation)
-        return None if self.stop.asked else self.parts.end(incarnation)
+        self.nodes.confirm_stopped(incarnation)
+        return None if self.stop.asked else self.nodes.end(incarnation)
 
     def _announce(self, address: ReservedPort, incarnation: int, seconds: float) -> None:
         width = self.config.rollout.tensor_parallel
@@ -120,35 +119,35 @@ class Engine:
             self.role, "ready", url=address.url, incarnation=incarnation, seconds=round(seconds, 3)
         )
 
-    def _give_up(self, end: PartEnd, reason: str) -> int:
-        """The exit code, at once where the part is that ended: its end is the failure, the others follow."""
-        if end.part == self.parts.part:
+    def _give_up(self, end: NodeEnd, reason: str) -> int:
+        """The exit code, at once on the node that ended: its end is the failure, the others follow."""
+        if end.node == self.nodes.node:
             print(f"vLLM ended with {end.exit_code}{'' if reason[0] == ';' else ' '}{reason}", flush=True)
             return end.exit_code
-        print(f"part {end.part} of this engine ended with {end.exit_code}: waiting to be stopped", flush=True)
+        print(f"node {end.node} of this engine ended with {end.exit_code}: waiting to be stopped", flush=True)
         timeout = self.config.cluster.startup_timeout
         deadline = time.monotonic() + timeout
         while not self.stop.asked:
             if time.monotonic() > deadline:
-                raise WaitTimeout(f"waited {timeout:g} s for the supervisor to end what part {end.part} has left")
+                raise WaitTimeout(f"waited {timeout:g} s for the supervisor to end what node {end.node} has left")
             time.sleep(POLL_SECONDS)
         self.run_dir.append_event(self.role, "stopped")
         return 0
 
 
 def run_engine(role: Role, config: Config) -> int:
-    """Runs this process's part of its engine to the end; returns the exit code."""
+    """Runs this node's process of its engine to the end; returns the exit code."""
     stop = Stop()
-    index, part = divmod(role.rank, config.engine_parts)
+    index, node = divmod(role.rank, config.nodes_per_engine)
     context = read_limits(config.rollout, role.model).context
-    address = reserve_port(role.host) if part == 0 else None
+    address = reserve_port(role.host) if node == 0 else None
     if address is None:
         command = headless_command(config, role.model, index, context)
     else:
         command = server_command(config, role.model, address, index, context)
     control = Control.connect(role, config.cluster.startup_timeout)
-    parts = Parts(control, index, part, config.engine_parts, role.host)
-    return Engine(role, config, control, RunDir(role.run_dir), index, parts, address, command, stop).run()
+    nodes = EngineNodes(control, index, node, config.nodes_per_engine, role.host)
+    return Engine(role, config, control, RunDir(role.run_dir), index, nodes, address, command, stop).run()
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""The parts of one engine: one a node, started together and ended together.
+"""The nodes of one engine, whose processes are started together and ended together.
 
-Each part is a process of the engine role. Part 0 runs the server that the run talks to and leads: for every start of
+Each node has a process of the engine role. Node 0 runs the server that the run talks to and leads: for every start of
 the engine (an incarnation) it hosts the store in which vLLM's ranks meet, bound to this node's interface before its
-port is told to anyone. Whichever part sees its own vLLM end first says so; then all end theirs, and once all have, the
-next incarnation begins. An engine that fits on a node has only part 0, and none of this costs it anything.
+port is told to anyone. Whichever node sees its own vLLM end first says so; then all end theirs, and once all have, the
+next incarnation begins. An engine that fits on a node has only node 0, and none of this costs it anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 LEADER_PATIENCE = 3.0
-"""Seconds in which part 0, whose vLLM has ended, lets another part say so first. A server breaks off as soon as a rank
+"""Seconds in which node 0, whose vLLM has ended, lets another node say so first. A server breaks off as soon as a rank
 on another node is lost, often before that node's executor has ended; the other way round no executor ends by itself."""
 _T = TypeVar("_T")
 _V = TypeVar("_V", bound=BaseModel)
@@ -35,72 +35,72 @@ class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Meeting(_Value):
+class Rendezvous(_Value):
     """Where the ranks of one incarnation meet."""
 
     host: str
     port: int = Field(ge=1, le=65535)
 
 
-class PartEnd(_Value):
-    """The first part of an incarnation whose vLLM ended without being asked to."""
+class NodeEnd(_Value):
+    """The first node of an incarnation whose vLLM ended without being asked to."""
 
-    part: int = Field(ge=0)
+    node: int = Field(ge=0)
     exit_code: int = Field(ge=1)
     """As a shell would say it, never 0."""
 
 
-class Parts:
-    """What one part knows of the others, through the run's store."""
+class EngineNodes:
+    """What one node knows of the others, through the run's store."""
 
-    def __init__(self, control: Control, engine: int, part: int, count: int, host: str) -> None:
-        """host: the address of this part's node."""
-        self.part, self.count = part, count
+    def __init__(self, control: Control, engine: int, node: int, count: int, host: str) -> None:
+        """host: the address of this node's node."""
+        self.node, self.count = node, count
         self._control, self._engine, self._host = control, engine, host
         self._store: TCPStore | None = None
 
-    def meet(self, incarnation: int, timeout: float, stopping: Callable[[], bool]) -> Meeting | None:
-        """Where the ranks of `incarnation` meet; None for an engine of one part, and when `stopping()` became true.
+    def rendezvous(self, incarnation: int, timeout: float, stopping: Callable[[], bool]) -> Rendezvous | None:
+        """Where the ranks of `incarnation` meet; None for an engine of one node, and when `stopping()` became true.
 
-        Part 0 first waits until nothing of the incarnation before is left on the other nodes, the others wait for
-        part 0. Raises WaitTimeout after `timeout` seconds.
+        Node 0 first waits until nothing of the incarnation before is left on the other nodes, the others wait for
+        node 0. Raises WaitTimeout after `timeout` seconds.
         """
         if self.count == 1:
             return None
         key = self._key(incarnation, "meeting")
-        if self.part > 0:
-            what = f"part 0 of engine {self._engine} to begin incarnation {incarnation}"
-            return self._wait(partial(self._read, key, Meeting), timeout, what, stopping)
-        for part in range(1, self.count if incarnation > 0 else 1):
-            down = partial(self._control.try_get, self._key(incarnation - 1, f"down/{part}"))
-            what = f"part {part} of engine {self._engine} to end incarnation {incarnation - 1}"
-            if self._wait(down, timeout, what, stopping) is None:
+        if self.node > 0:
+            what = f"node 0 of engine {self._engine} to begin incarnation {incarnation}"
+            return self._wait(partial(self._read, key, Rendezvous), timeout, what, stopping)
+        for node in range(1, self.count if incarnation > 0 else 1):
+            stopped = partial(self._control.try_get, self._key(incarnation - 1, f"down/{node}"))
+            what = f"node {node} of engine {self._engine} to end incarnation {incarnation - 1}"
+            if self._wait(stopped, timeout, what, stopping) is None:
                 return None
-        meeting = self._host_store()
-        self._control.put(key, meeting.model_dump())
-        return meeting
+        rendezvous = self._host_store()
+        self._control.put(key, rendezvous.model_dump())
+        return rendezvous
 
-    def fall(self, incarnation: int, exit_code: int) -> None:
-        """Say that this part's vLLM ended, unless another part was first."""
+    def report_end(self, incarnation: int, exit_code: int) -> None:
+        """Say that this node's vLLM ended, unless another node was first."""
         deadline = time.monotonic() + LEADER_PATIENCE
-        while self.part == 0 and self.count > 1 and time.monotonic() < deadline and self.end(incarnation) is None:
+        while self.node == 0 and self.count > 1 and time.monotonic() < deadline and self.end(incarnation) is None:
             time.sleep(POLL_SECONDS)
-        self._control.claim(self._key(incarnation, "end"), PartEnd(part=self.part, exit_code=exit_code).model_dump())
+        self._control.claim(self._key(incarnation, "end"), NodeEnd(node=self.node, exit_code=exit_code).model_dump())
 
-    def end(self, incarnation: int) -> PartEnd | None:
-        """The part that ended `incarnation`; None while all parts run."""
-        return self._read(self._key(incarnation, "end"), PartEnd)
+    def end(self, incarnation: int) -> NodeEnd | None:
+        """The node that ended `incarnation`; None while all nodes run."""
+        return self._read(self._key(incarnation, "end"), NodeEnd)
 
     def ended_elsewhere(self, incarnation: int) -> bool:
-        """Whether another part's vLLM has ended."""
+        """Whether another node's vLLM has ended."""
         return self.count > 1 and self.end(incarnation) is not None
 
-    def down(self, incarnation: int) -> None:
+    def confirm_stopped(self, incarnation: int) -> None:
         """Say that nothing of `incarnation` is left on this node."""
-        if self.part > 0:
-            self._control.put(self._key(incarnation, f"down/{self.part}"), True)
+        if self.node > 0:
+            self._control.put(self._key(incarnation, f"down/{self.node}"), True)
 
-    def _host_store(self) -> Meeting:
+    def _host_store(self) -> Rendezvous:
         """A store of its own for each incarnation: torch's rendezvous keys hold for one group only."""
         from torch.distributed import TCPStore
 
@@ -114,7 +114,7 @@ class Parts:
             master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=60),
         )
-        return Meeting(host=self._host, port=port)
+        return Rendezvous(host=self._host, port=port)
 
     def _key(self, incarnation: int, name: str) -> str:
         return f"engine-parts/{self._engine}/{incarnation}/{name}"

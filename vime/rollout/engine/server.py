@@ -22,7 +22,7 @@ import psutil
 
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.engine.multinode import Meeting, Parts
+from vime.rollout.engine.multinode import EngineNodes, Rendezvous
 from vime.run.network import ReservedPort
 from vime.run.role import die_with_parent
 
@@ -67,17 +67,17 @@ def headless_command(config: Config, model: Path, index: int, context: int) -> l
     return [sys.executable, "-m", "vime.rollout.engine.headless", *_flags(arguments)]
 
 
-def span_flags(parts: Parts, meeting: Meeting | None) -> list[str]:
+def span_flags(nodes: EngineNodes, rendezvous: Rendezvous | None) -> list[str]:
     """What either command line needs besides for an engine that spans nodes; nothing without a meeting."""
-    if meeting is None:
+    if rendezvous is None:
         return []
     return _flags(
         {
             "distributed_executor_backend": "mp",
-            "nnodes": parts.count,
-            "node_rank": parts.part,
-            "master_addr": meeting.host,
-            "master_port": meeting.port,
+            "nnodes": nodes.count,
+            "node_rank": nodes.node,
+            "master_addr": rendezvous.host,
+            "master_port": rendezvous.port,
         }
     )
 
@@ -154,9 +154,9 @@ def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]
         if config.rollout.tensor_parallel == 1:
             # Runs the worker inside the engine core: one process and one import of vLLM (7 s) less.
             environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if config.engine_parts > 1:
-        # torch's word for a rendezvous store that none of the ranks hosts: `vime.rollout.engine.multinode` does. Left to rank 0,
-        # it would listen on every interface, on a port that was told before it was bound.
+    if config.nodes_per_engine > 1:
+        # torch's word for a rendezvous store that none of the ranks hosts: `multinode` does. Left to
+        # rank 0, it would listen on every interface, on a port that was told before it was bound.
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environment.setdefault("GLOO_SOCKET_IFNAME", config.cluster.interface)
     # Without it vLLM takes the address of the default route for its message queues, and binds there.
@@ -166,7 +166,7 @@ def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Server:
-    """A running vLLM and its address; a part without a server has none."""
+    """A running vLLM and its address; a node without a server has none."""
 
     process: subprocess.Popen[bytes]
     url: str

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.rollout.engine.auth import App, Message, Receive, Scope, Send
+from vime.rollout.engine.auth import App, AsgiMessage, Receive, Scope, Send
 
 VERSIONS = "policy_versions"
 """{"start": version at the request's start, "ranges": {choice index: [[first token, version], ...]}}, with ranges for
@@ -81,10 +81,10 @@ class _Stamp:
     def __init__(self, running: _Running, send: Send) -> None:
         self.running = running
         self.send = send
-        self.head: Message | None = None
+        self.head: AsgiMessage | None = None
         self.body = b""
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:
             kind = dict(message["headers"]).get(b"content-type", b"")
             if kind.startswith(b"application/json"):
@@ -97,7 +97,7 @@ class _Stamp:
         if not message.get("more_body"):
             await self._finish(self.head)
 
-    async def _finish(self, head: Message) -> None:
+    async def _finish(self, head: AsgiMessage) -> None:
         body = self.body.rstrip()
         if body.endswith(b"}"):
             added = {VERSIONS: {"start": self.running.start, "ranges": self.running.ranges}}

@@ -36,7 +36,7 @@ class Unscored(Exception):
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answer:
     """A response as a scorer sees it."""
 
     text: str
@@ -69,7 +69,7 @@ class Scorer:
             self._names = _parameters(self._function, data.reward)
             self.by_group = "responses" in self._names
 
-    async def score(self, problem: Problem, responses: Sequence[Answered]) -> list[float | Unscored]:
+    async def score(self, problem: Problem, responses: Sequence[Answer]) -> list[float | Unscored]:
         """One reward, or the reason why there is none, for each response.
 
         A group scorer that fails leaves all of them unscored. Raises UserError for what no other try would mend: a dict
@@ -88,7 +88,7 @@ class Scorer:
         if self._remote is not None:
             await self._remote.close()
 
-    async def _score_one(self, problem: Problem, position: int, answered: Answered) -> float | Unscored:
+    async def _score_one(self, problem: Problem, position: int, answered: Answer) -> float | Unscored:
         reward = self._data.reward
         try:
             if reward == "format":
@@ -117,7 +117,7 @@ class Scorer:
             return Unscored(f"data.reward={reward} raised {type(error).__name__}: {error}")
         return self._number(value)
 
-    async def _score_group(self, problem: Problem, responses: Sequence[Answered]) -> list[float | Unscored]:
+    async def _score_group(self, problem: Problem, responses: Sequence[Answer]) -> list[float | Unscored]:
         what = f"the {len(responses)} responses to prompt {problem.uid}"
         texts, metadatas = [r.text for r in responses], [r.metadata for r in responses]
         try:

@@ -19,7 +19,7 @@ COMPLETIONS = "/v1/completions"
 MAX_BODY = 64 << 20
 
 
-class Guard:
+class Proxy:
     """Answers for the router at `backend`."""
 
     def __init__(self, backend: str, token: str, request_timeout: float) -> None:

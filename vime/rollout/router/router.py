@@ -18,7 +18,7 @@ from vime.buffer.control import Control
 from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.router.proxy import Guard
+from vime.rollout.router.proxy import Proxy
 from vime.rollout.router.vllm_router import LOOPBACK, router_settings
 from vime.run.directory import RunDir
 from vime.run.network import ReservedPort, http_url, reserve_port
@@ -44,18 +44,18 @@ async def serve(role: Role, config: Config) -> int:
     urls = await waiting
     port, metrics_port = reserve_port(LOOPBACK), reserve_port(LOOPBACK)
     backend = _start_backend(urls, port, metrics_port, config)
-    guard = Guard(port.url, role.token, config.rollout.request_timeout)
+    proxy = Proxy(port.url, role.token, config.rollout.request_timeout)
     # A request whose asker is gone, or that an engine still works on when the run ends, is nobody's any more.
-    runner = web.AppRunner(guard.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    runner = web.AppRunner(proxy.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
-        await _wait_ready(guard, backend, set(urls), timeout)
+        await _wait_ready(proxy, backend, set(urls), timeout)
         site = web.TCPSite(runner, role.host, 0)
         await site.start()
         url = http_url(role.host, runner.addresses[0][1])
         control.publish_router(url)
         run_dir.append_event(role, "ready", url=url, engines=urls)
-        code = await _watch(guard, backend, set(urls), stop)
+        code = await _watch(proxy, backend, set(urls), stop)
     finally:
         await runner.cleanup()
         _end(backend, config.cluster.stop_timeout * 0.5)
@@ -84,13 +84,13 @@ def _start_backend(
     )
 
 
-async def _wait_ready(guard: Guard, backend: subprocess.Popen[bytes], urls: set[str], timeout: float) -> None:
+async def _wait_ready(proxy: Proxy, backend: subprocess.Popen[bytes], urls: set[str], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if backend.poll() is not None:
             raise RuntimeError(f"vllm-router ended with {backend.returncode} before it was ready")
         try:
-            if await guard.workers() == urls:
+            if await proxy.workers() == urls:
                 return
         except (aiohttp.ClientError, TimeoutError):
             pass  # not listening yet
@@ -98,14 +98,14 @@ async def _wait_ready(guard: Guard, backend: subprocess.Popen[bytes], urls: set[
     raise WaitTimeout(f"waited {timeout:g} s for vllm-router to take on {sorted(urls)}")
 
 
-async def _watch(guard: Guard, backend: subprocess.Popen[bytes], urls: set[str], stop: asyncio.Event) -> int:
+async def _watch(proxy: Proxy, backend: subprocess.Popen[bytes], urls: set[str], stop: asyncio.Event) -> int:
     """Waits for the end. The router lets anyone on this node add engines to it: a strange one ends the run."""
     while not stop.is_set():
         if backend.poll() is not None:
             print(f"vllm-router ended with {backend.returncode}", flush=True)
             return backend.returncode if backend.returncode > 0 else 128 - backend.returncode
         try:
-            strange = await guard.workers() ^ urls
+            strange = await proxy.workers() ^ urls
         except (aiohttp.ClientError, TimeoutError):
             strange = set()  # busy; if it is dead, poll() says so
         if strange:

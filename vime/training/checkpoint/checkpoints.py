@@ -41,7 +41,7 @@ from vime.training.learner import Learner
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was just completed. seconds: the whole, on this rank; bytes: of its files."""
 
     step: int
@@ -53,7 +53,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """The checkpoint that training goes on from."""
 
     step: int
@@ -80,7 +80,7 @@ class Checkpoints:
         self._strategy = save_strategy()
         self._checked = False
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> Saved:
+    def save(self, step: int, cursor: Mapping[str, Any]) -> SavedCheckpoint:
         """Save the state after `step` optimizer steps; then delete all but the newest `training.keep_checkpoints`.
 
         The checkpoint appears whole or not at all. cursor: of the prompt stream after the last batch that was trained.
@@ -115,9 +115,9 @@ class Checkpoints:
             deleted = prune(self._folder, training.keep_checkpoints)
             result = {"path": str(checkpoint.path), "bytes": checkpoint.bytes, "deleted": deleted}
         result = broadcast_json(result)
-        return Saved(step=step, seconds=time.monotonic() - started, **result)
+        return SavedCheckpoint(step=step, seconds=time.monotonic() - started, **result)
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedCheckpoint:
         """Load the newest complete checkpoint into the learner.
 
         Raises UserError on every rank when there is none, or it belongs to another configuration.
@@ -141,7 +141,7 @@ class Checkpoints:
             load_model(learner.reference.chunks, loaded["reference"])
         if same_layout:
             _set_random_states(loaded["random"][0])
-        return Loaded(
+        return LoadedCheckpoint(
             step=facts.step,
             path=str(checkpoint.path),
             cursor=facts.cursor,

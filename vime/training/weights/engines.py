@@ -24,7 +24,7 @@ class EngineRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What one engine says of a probe prompt of P tokens.
 
     logprobs: P - 1 natural log-probabilities of the prompt's tokens after the first.
@@ -112,11 +112,11 @@ class Fleet:
         """The policy version that each engine says it serves."""
         return self._all(lambda address: str(self._call(address, "GET", "weight_info").get("weight_version")))
 
-    def probe(self, token_ids: Sequence[int]) -> list[Probed]:
+    def probe(self, token_ids: Sequence[int]) -> list[ProbeResult]:
         """Each engine's logprobs of a prompt, at temperature 1."""
         return self._all(lambda address: self._probe(address, list(token_ids)))
 
-    def _probe(self, address: EngineAddress, token_ids: list[int]) -> Probed:
+    def _probe(self, address: EngineAddress, token_ids: list[int]) -> ProbeResult:
         request = {
             "model": "policy",
             "prompt": token_ids,
@@ -131,7 +131,7 @@ class Fleet:
             rows = scored["choices"][0]["prompt_logprobs"][1:]
             logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, token_ids[1:], strict=True)]
             choice = sampled["choices"][0]
-            return Probed(logprobs, int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0]))
+            return ProbeResult(logprobs, int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0]))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineFault(f"engine {address.index} answered the probe in an unknown form: {error!r}") from error
 

@@ -213,7 +213,7 @@ def _from_json(meta: list[object]) -> Meta:
     return Meta(name, getattr(torch, dtype), tuple(shape))
 
 
-def export(learner: Learner, origin: Path, target: Path, dtype: str) -> None:
+def export_folder(learner: Learner, origin: Path, target: Path, dtype: str) -> None:
     """Write the policy to `target`, which appears whole or not at all. A collective over all trainer ranks.
 
     origin: the initial model's folder, from which configuration, tokenizer and the tensors that took no part in
