@@ -1,6 +1,6 @@
 # make run    make .venv when it is missing or outdated, then the tiny GRPO run on this machine
 # make test   the checks, slow ones included; make test-fast leaves those out
-# make lint   ruff and mypy
+# make lint   ruff (format too) and mypy
 # make bench  speed against limits measured in the same run
 # ARGS goes to the command: make run ARGS="training.steps=5", make test ARGS="tests/buffer -x"
 
@@ -28,7 +28,8 @@ test-fast: dev
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
 lint: dev
-	@$(PY) -m ruff check launch.py vime tests $(wildcard benchmarks)
+	@$(PY) -m ruff check launch.py vime tests benchmarks
+	@$(PY) -m ruff format --check launch.py vime tests benchmarks
 	@$(PY) -m mypy
 
 bench: dev

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.job import SCRIPTS, SERVING, SMALLEST, Job, config_in, until
+from tests.supervise.job import SCRIPTS, SERVING, SMALLEST, Job, config_in, until
 from vime.errors import UserError
 from vime.launch.submit import resume, submit
 from vime.plan.plan import make_plan

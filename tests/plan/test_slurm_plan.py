@@ -96,7 +96,7 @@ def test_an_engine_wider_than_a_node_is_on_whole_nodes_of_one_domain() -> None:
     planned = plan("gb200", "qwen3_30b_a3b_grpo", *wide)
     engine = planned.role("engine")
     assert engine is not None
-    assert [(p.rank, p.part, p.node, p.devices) for p in engine.processes] == [
+    assert [(p.rank, p.engine_node, p.node, p.devices) for p in engine.processes] == [
         (0, 0, "rollout-0", (0, 1, 2, 3)),
         (1, 1, "rollout-1", (0, 1, 2, 3)),
         (2, 0, "rollout-2", (0, 1, 2, 3)),
@@ -237,7 +237,7 @@ def test_whatever_is_planned_keeps_its_promises(
         inside = all(len({domain(p.node) for p in group}) == 1 for group in groups)
         assert inside or any(f"training.{what}={size} spans" in warning for warning in planned.warnings)
     span = config.nodes_per_engine
-    assert [p.part for p in engine_role.processes] == list(range(span)) * engines
+    assert [p.engine_node for p in engine_role.processes] == list(range(span)) * engines
     parts = [engine_role.processes[first : first + span] for first in range(0, engines * span, span)]
     inside = all(len({domain(p.node) for p in group}) == 1 for group in parts)
     assert inside or any(f"rollout.tensor_parallel={engine} spans" in warning for warning in planned.warnings)

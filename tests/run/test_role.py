@@ -13,7 +13,7 @@ from vime.errors import UserError
 from vime.run.role import Role
 
 ROLE = Role(Path("/runs/a"), "10.0.0.1", 4711, "trainer", 2, "secret", 1, 4, "10.0.0.2", Path("/models/m"))
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "node7", "fe80::1"])

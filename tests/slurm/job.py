@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.launch.job import answers, until
 from tests.slurm.cluster import SlurmCluster
+from tests.supervise.job import answers, until
 from vime.config import Config, Model
 from vime.config.compose import compose, dump_resolved
 from vime.run.directory import RunDir, Status

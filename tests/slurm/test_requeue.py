@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.launch.job import until
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.job import FINISHING, SAVING, SERVING, SlurmRun
+from tests.supervise.job import until
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., SlurmRun]

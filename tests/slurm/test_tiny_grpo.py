@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch.job import until
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.conftest import Clusters
 from tests.slurm.shape import SMALL
+from tests.supervise.job import until
 from vime.config.compose import ROOT
 from vime.run.directory import RunDir
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.job import config_in
+from tests.supervise.job import config_in
 from vime.config.compose import compose
 from vime.plan.plan import make_plan
 from vime.supervise.commands import role_commands

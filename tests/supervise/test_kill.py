@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.launch.job import SERVING, Job
+from tests.supervise.job import SERVING, Job
 
 Start = Callable[..., Job]
 

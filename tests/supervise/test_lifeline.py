@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.job import until
+from tests.supervise.job import until
 from vime.config.compose import compose
 from vime.errors import WaitTimeout
 from vime.plan.plan import make_plan

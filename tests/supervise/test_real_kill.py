@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.job import Job, until
+from tests.supervise.job import Job, until
 from vime.config.compose import compose
 
 Start = Callable[..., Job]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.job import SMALLEST, Job, until
+from tests.supervise.job import SMALLEST, Job, until
 from vime.config.compose import compose
 from vime.run.directory import RunDir
 

@@ -19,7 +19,7 @@ from vime.config.model_shape import read_shape
 from vime.config.yaml_file import KeyPath, Place
 from vime.errors import UserError, did_you_mean
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 S = TypeVar("S", bound=BaseModel)
 
 

@@ -1,7 +1,8 @@
 """Checks of one node before roles start there.
 
-`python -m vime.supervise.preflight_node` is a task on each node, in the container. Each check is bounded. A node prints one line: what it found wrong, and the facts that must be equal on all nodes. The
-supervisor compares those (`vime.supervise.preflight`).
+`python -m vime.supervise.preflight_node` is a task on each node, in the container. Each check is bounded. A node prints
+one line: what it found wrong, and the facts that must be equal on all nodes. The supervisor compares those
+(`vime.supervise.preflight`).
 """
 
 from __future__ import annotations

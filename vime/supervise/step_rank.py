@@ -1,8 +1,9 @@
 """One rank of a step of srun: the parent of a role's process on its node.
 
-`python -m vime.supervise.step_rank COMMAND...` turns what srun says into the contract that a role knows (rank, world size, address of the node, its GPUs), runs the
-command in a process group of its own with its own log, and prints one line for the supervisor when it starts and when
-it ends. It ends the role when the supervisor is gone (see `vime.supervise.lifeline`), and leaves nothing of it behind.
+`python -m vime.supervise.step_rank COMMAND...` turns what srun says into the contract that a role knows (rank, world
+size, address of the node, its GPUs), runs the command in a process group of its own with its own log, and prints one
+line for the supervisor when it starts and when it ends. It ends the role when the supervisor is gone (see
+`vime.supervise.lifeline`), and leaves nothing of it behind.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_the_first_end_is_everybodys_and_the_next_start_waits_for_all() -> None:
     nodes[1].report_end(0, 1)  # its neighbour's end broke it too
     assert [node.end(0) for node in nodes] == [NodeEnd(node=2, exit_code=137)] * 3
     nodes[1].confirm_stopped(0)
-    with pytest.raises(WaitTimeout, match="part 2 of engine 4 to end incarnation 0"):
+    with pytest.raises(WaitTimeout, match="node 2 of engine 4 to end incarnation 0"):
         nodes[0].rendezvous(1, 0.3, never)
     nodes[2].confirm_stopped(0)
     assert nodes[0].rendezvous(1, 5, never) is not None

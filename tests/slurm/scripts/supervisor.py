@@ -16,7 +16,7 @@ from vime.supervise.commands import Command, step_commands
 from vime.supervise.supervisor import main
 
 SLURM = Path(__file__).with_name("role.py")
-LOCAL = Path(__file__).parents[2] / "launch" / "scripts" / "role.py"
+LOCAL = Path(__file__).parents[2] / "supervise" / "scripts" / "role.py"
 
 
 def commands(config: Config, plan: Plan) -> Sequence[Command]:

@@ -1,6 +1,7 @@
 """The engine role: runs one vLLM server, tells the run where it answers, and starts it again when it dies.
 
-A restarted server holds the initial weights. It comes up behind a closed gate (see `auth`): the router does not admit it until the trainer, asked through its inbox, has sent it the current version.
+A restarted server holds the initial weights. It comes up behind a closed gate (see `auth`): the router does not admit
+it until the trainer, asked through its inbox, has sent it the current version.
 
 An engine that spans nodes is a process of this role on each of them (see `multinode`).
 """
