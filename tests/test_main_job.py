@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
+from tests.pages import printed_file
 from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
@@ -130,9 +131,8 @@ def test_ppo_learns_the_same_task(tmp_path: Path, model_cache: Path) -> None:
 
 
 def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's functions, two versions ahead: the bound holds, and each due version is evaluated once on every set."""
-    chapter = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("## Your own logic")[2]
-    (tmp_path / "my_logic.py").write_text(chapter.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    """The functions of docs/custom-logic.md, two versions ahead: the bound holds, and each due version is evaluated once on every set."""
+    (tmp_path / "my_logic.py").write_text(printed_file("my_logic.py"), encoding="utf-8")
     (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer": "4"}\n')
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     functions = {"data.source": "source", "data.format": "render", "data.reward": "score"}

@@ -1,9 +1,8 @@
-"""README's chapter on custom logic, executed: its module is the code block that the page prints."""
+"""The example of docs/custom-logic.md, executed: its module is the code block that the page prints."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import EngineStack
+from tests.pages import printed_file
 from tests.rollout.reference import logprobs
 from vime.buffer.sample import Group, Sample
 from vime.config import Config, Data, Rollout
@@ -27,7 +27,6 @@ from vime.rollout.limits import Limits, read_limits
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Answer, Scorer
 
-README = Path(__file__).parents[2] / "README.md"
 LOGIC = {
     "data": {"source": "my_logic:source", "format": "my_logic:render", "reward": "my_logic:score"},
     "rollout": {
@@ -43,10 +42,7 @@ LOGIC = {
 @pytest.fixture
 def my_logic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The module of the page, importable."""
-    chapter = README.read_text(encoding="utf-8").partition("## Your own logic")[2]
-    block = re.search(r"```python\n(.*?)```", chapter, re.DOTALL)
-    assert block is not None
-    (tmp_path / "my_logic.py").write_text(block[1], encoding="utf-8")
+    (tmp_path / "my_logic.py").write_text(printed_file("my_logic.py"), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("my_logic", None)

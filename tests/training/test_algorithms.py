@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pages import printed_file
 from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import TINY
 from tests.training.test_step import ADAM_EPS, LEARNING_RATE, write_batch
@@ -27,7 +28,6 @@ from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.run.directory import RunDir
 
-README = Path(__file__).parents[2] / "README.md"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_small_microbatches": (2, {"max_tokens_per_microbatch": 40}),
     "tp2_sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
@@ -279,10 +279,8 @@ def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manif
         assert torch.equal(only["weights"][name], tensor), name
 
 
-def test_readme_s_own_algorithm_trains(ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path) -> None:
-    chapter = README.read_text(encoding="utf-8").partition("\n## Algorithms\n")[2]
-    code = chapter.partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "my_algorithm.py").write_text(code, encoding="utf-8")
+def test_an_own_algorithm_trains_as_printed(ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path) -> None:
+    (tmp_path / "my_algorithm.py").write_text(printed_file("my_algorithm.py"), encoding="utf-8")
     own = {"advantage": "my_algorithm:advantage", "loss": "my_algorithm:loss"}
     results = ranks.run(2, _own, *prepared, own, {}, 2, tmp_path)
     for result in results:
