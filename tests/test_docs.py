@@ -11,30 +11,42 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import os
 import re
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import launch
+from benchmarks.__main__ import NAMES as BENCHMARKS
 from benchmarks.__main__ import main as benchmarks_main
 from tests.pages import NOT_TESTED, PAGES, REPOSITORY, Block, blocks
 from tests.report.run_maker import make_completed, make_failed
+from vime.config import Data
+from vime.config.algorithm import Advantage, Loss
+from vime.config.cluster import Preflight
 from vime.config.compose import compose
 from vime.launch.sweep.__main__ import main as sweep_main
+from vime.models.family import FAMILIES
 from vime.report.__main__ import main as report_main
 
 LANGUAGES = ("console", "python", "yaml", "text")
 HOME = "/home/me/vime"
 """The reader's folder, as the pages print it."""
 RUNS = ("tiny_grpo-20261129-194308-1a2b", "tiny_grpo-20261129-201502-3c4d")
+CUSTOM = (
+    "data.source",
+    "data.format",
+    "data.reward",
+    "rollout.generate",
+    "rollout.group_filter",
+    "rollout.batch_filter",
+)
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -114,7 +126,7 @@ def run(command: str) -> tuple[int, str]:
         except SystemExit as end:  # argparse's --help
             code = int(end.code or 0)
     text = raw.getvalue().decode()
-    for place in (os.getcwd(), str(REPOSITORY)):
+    for place in (str(Path.cwd()), str(REPOSITORY)):
         text = text.replace(place, HOME)
     return code, text
 
@@ -206,3 +218,25 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def test_readme_fits_on_three_screens() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("algorithms.md", get_args(Advantage) + get_args(Loss)),
+        ("custom-logic.md", (*(get_args(get_args(Data.model_fields["reward"].annotation)[0])), *CUSTOM)),
+        ("clusters.md", get_args(get_args(Preflight.model_fields["checks"].annotation)[0])),
+        ("performance.md", BENCHMARKS),
+    ],
+)
+def test_a_page_that_lists_names_has_all_of_them(page: str, names: tuple[str, ...]) -> None:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in names if not re.search(rf"`{re.escape(name)}\b", text)] == []
+
+
+def test_readme_names_the_model_families_and_the_glossary_has_twenty_words() -> None:
+    (named,) = re.findall(r"model_type` is ([^.]*)\.", PAGES[0].read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+)`", named)) == set(FAMILIES)
+    words = re.findall(r"^\| ([a-z ]+) \|", (REPOSITORY / "docs" / "glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(words) == 20
+    assert words == sorted(words)

@@ -131,7 +131,7 @@ def test_ppo_learns_the_same_task(tmp_path: Path, model_cache: Path) -> None:
 
 
 def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of docs/custom-logic.md, two versions ahead: the bound holds, and each due version is evaluated once on every set."""
+    """docs/custom-logic.md two versions ahead: the bound holds, and each due version is evaluated once on every set."""
     (tmp_path / "my_logic.py").write_text(printed_file("my_logic.py"), encoding="utf-8")
     (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer": "4"}\n')
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
