@@ -29,6 +29,7 @@ from vime.supervise.lifeline import VARIABLE as LIFELINE
 from vime.supervise.lifeline import hold
 from vime.supervise.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.supervise.processes import KILL_TIMEOUT, collect, signal_name, spawn
+from vime.supervise.stop_signals import next_signal
 
 PREFIX = "vime-rank "
 """Start of the lines that are meant for the supervisor, among whatever srun itself prints."""
@@ -131,8 +132,7 @@ def _watch(process: subprocess.Popen[bytes], lifeline: socket.socket, stop_timeo
     """Wait for the end of the role, ending it when asked to. Returns whether it was asked."""
     deadline: float | None = None
     while collect(process) is None:
-        received = signal.sigtimedwait(_WATCHED, 0.1)
-        asked = received is not None and received.si_signo != signal.SIGCHLD
+        asked = next_signal(_WATCHED, 0.1) not in (None, signal.SIGCHLD)
         if deadline is None and (asked or _closed(lifeline)):
             deadline = time.monotonic() + stop_timeout
             signal_group(process.pid, signal.SIGTERM)

@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD)
+
+
+def next_signal(watched: Collection[signal.Signals], timeout: float) -> signal.Signals | None:
+    """The next of the blocked signals `watched`; None when none came in `timeout` seconds.
+
+    A process that was stopped and continues (`scontrol suspend`) interrupts the call, and CPython then returns what lay
+    in memory when the time is over: a number that was not asked for is no signal.
+    """
+    received = signal.sigtimedwait(watched, timeout)
+    return next((known for known in watched if received is not None and known == received.si_signo), None)
 
 
 class Stopped(Exception):
@@ -34,6 +45,6 @@ class StopSignals:
 
     def wait(self, timeout: float) -> None:
         """Return when a child has ended or after `timeout` seconds. Raises Stopped when a stop signal has come."""
-        received = signal.sigtimedwait(WATCHED, timeout)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            raise Stopped(signal.Signals(received.si_signo), orphaned=os.getppid() != self._parent)
+        received = next_signal(WATCHED, timeout)
+        if received not in (None, signal.SIGCHLD):
+            raise Stopped(received, orphaned=os.getppid() != self._parent)
