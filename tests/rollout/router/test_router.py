@@ -55,7 +55,8 @@ class Routed:
 
 
 @pytest.fixture
-def routed(tmp_path: Path) -> Iterator[Routed]:
+def routed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Routed]:
+    """Its parameter: another module than the role's own to start."""
     engine = PlayedEngine()
     app = Starlette(routes=[Route("/{path:path}", engine.answer, methods=["GET", "POST"])])
     listener = socket.create_server(("127.0.0.1", 0))
@@ -67,7 +68,7 @@ def routed(tmp_path: Path) -> Iterator[Routed]:
     control, port = Control.serve("127.0.0.1", 1)
     role = Role(run_dir.path, "127.0.0.1", port, "router", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", tmp_path)
     engine_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    process = start_role(role, "vime.rollout.router.router")
+    process = start_role(role, getattr(request, "param", "vime.rollout.router.router"))
     try:
         control.publish_engine(EngineAddress(index=0, url=engine_url, world_size=1, incarnation=0))
         yield Routed(engine, role, run_dir, control.router(STARTUP), process.pid)
@@ -111,8 +112,20 @@ def backend_urls(pid: int) -> list[str]:
     return [f"http://127.0.0.1:{c.laddr.port}" for c in child.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
+def test_nobody_but_the_proxy_reaches_the_router(routed: Routed) -> None:
+    """vllm-router asks nobody who they are: any user of the node could add an engine to it."""
+    urls = backend_urls(routed.pid)
+    assert len(urls) == 2
+    for url in urls:
+        with pytest.raises(httpx.ConnectTimeout):
+            httpx.post(f"{url}/add_worker", params={"url": "http://127.0.0.1:9"}, timeout=0.5)
+    body = {"model": "policy", "prompt": [1, 2]}
+    assert httpx.post(routed.url + "/v1/completions", json=body, headers=routed.headers).status_code == 200
+
+
+@pytest.mark.parametrize("routed", ["tests.rollout.router.unlocked"], indirect=True)
 def test_an_engine_added_from_outside_ends_the_role(routed: Routed) -> None:
-    """vllm-router lets anyone on its node do that; what the stranger could then learn or answer must not count."""
+    """Where the kernel cannot lock the router's port; what the stranger could learn or answer must not count."""
     stranger = socket.create_server(("127.0.0.1", 0))
     worker = f"http://127.0.0.1:{stranger.getsockname()[1]}"
     body = {"url": worker}

@@ -3,17 +3,21 @@
 `vllm-router` does not ask for its api key on most routes, and passes requests for routes that it does not know
 (/pause, /collective_rpc, ...) on to an engine *with* that key. So the router itself listens on the loopback interface
 and knows no key; what the run publishes is this: a server that lets through one route, to those who hold the token.
+Where the kernel can, the router's port takes connections of this process only (see `socket_key`).
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import socket
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
+from vime.rollout.router.socket_key import set_key
 
 COMPLETIONS = "/v1/completions"
 MAX_BODY = 64 << 20
@@ -23,6 +27,8 @@ class Proxy:
     """Answers for the router at `backend`."""
 
     def __init__(self, backend: str, token: str, request_timeout: float) -> None:
+        self.key: bytes | None = None
+        """Of the router's port, once it has one."""
         self._backend = backend
         self._expected = f"Bearer {token}".encode()
         # Engines take this one for generation only: whoever got hold of it could not touch weights.
@@ -77,8 +83,17 @@ class Proxy:
 
     async def _open(self, application: web.Application) -> None:
         self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=self._socket),
+            trust_env=False,
         )
+
+    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        if self.key is not None:
+            set_key(made, self.key)
+        return made
 
     async def _close(self, application: web.Application) -> None:
         assert self._session is not None

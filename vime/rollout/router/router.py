@@ -19,6 +19,7 @@ from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.router.proxy import Proxy
+from vime.rollout.router.socket_key import lock_ports, new_key
 from vime.rollout.router.vllm_router import LOOPBACK, router_settings
 from vime.run.directory import RunDir
 from vime.run.network import ReservedPort, http_url, reserve_port
@@ -49,12 +50,13 @@ async def serve(role: Role, config: Config) -> int:
     runner = web.AppRunner(proxy.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
-        await _wait_ready(proxy, backend, set(urls), timeout)
+        ports = {port.port, metrics_port.port}
+        await _wait_ready(proxy, backend, ports, set(urls), timeout)
         site = web.TCPSite(runner, role.host, 0)
         await site.start()
         url = http_url(role.host, runner.addresses[0][1])
         control.publish_router(url)
-        run_dir.append_event(role, "ready", url=url, engines=urls)
+        run_dir.append_event(role, "ready", url=url, engines=urls, port_locked=proxy.key is not None)
         code = await _watch(proxy, backend, set(urls), stop)
     finally:
         await runner.cleanup()
@@ -84,22 +86,34 @@ def _start_backend(
     )
 
 
-async def _wait_ready(proxy: Proxy, backend: subprocess.Popen[bytes], urls: set[str], timeout: float) -> None:
+async def _wait_ready(
+    proxy: Proxy, backend: subprocess.Popen[bytes], ports: set[int], urls: set[str], timeout: float
+) -> None:
+    """Waits until the router has its engines, and has given its ports a key as soon as it listened."""
     deadline = time.monotonic() + timeout
+    key, locked = new_key(), False
     while time.monotonic() < deadline:
         if backend.poll() is not None:
             raise RuntimeError(f"vllm-router ended with {backend.returncode} before it was ready")
-        try:
-            if await proxy.workers() == urls:
-                return
-        except (aiohttp.ClientError, TimeoutError):
-            pass  # not listening yet
+        if not locked:
+            try:
+                locked = lock_ports(backend.pid, key) >= ports
+                proxy.key = key
+            except OSError as error:
+                print(f"the router's port stays open to users of this node: {error}", flush=True)
+                locked, proxy.key = True, None
+        else:
+            try:
+                if await proxy.workers() == urls:
+                    return
+            except (aiohttp.ClientError, TimeoutError):
+                pass  # not ready yet
         await asyncio.sleep(0.1)
     raise WaitTimeout(f"waited {timeout:g} s for vllm-router to take on {sorted(urls)}")
 
 
 async def _watch(proxy: Proxy, backend: subprocess.Popen[bytes], urls: set[str], stop: asyncio.Event) -> int:
-    """Waits for the end. The router lets anyone on this node add engines to it: a strange one ends the run."""
+    """Waits for the end. Whoever reaches the router can add engines to it: a strange one ends the run."""
     while not stop.is_set():
         if backend.poll() is not None:
             print(f"vllm-router ended with {backend.returncode}", flush=True)
