@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tests.rollout.flood import send_body
 from vime.rollout.engine.auth import ENGINE_HEADER, RunTokenMiddleware, generation_token
 
 TOKEN = "the-token"
@@ -70,6 +71,14 @@ def test_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
         assert httpx.get(url + "/v1/models", headers={"Authorization": value}).status_code == 401
         twice = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", value)]
         assert httpx.get(url + "/v1/models", headers=twice).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/update_weights", "/health"])
+def test_a_body_without_the_token_is_refused_at_the_header(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with serving(monkeypatch, gated=False) as url:
+        status, sent = send_body(url, path)
+        assert status == 401
+        assert sent < 16 << 20, "what fits into the buffers of the connection"
 
 
 def test_the_generation_token_opens_generation_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.conftest import STARTUP, end_role, stack_config, start_role
+from tests.rollout.flood import send_body
 from vime.buffer.control import Control, EngineAddress
 from vime.config.compose import dump_resolved
 from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
@@ -88,6 +89,16 @@ def test_completions_reach_the_engine_whole_and_with_the_lesser_token(routed: Ro
     assert httpx.post(routed.url + "/v1/completions", json=body).status_code == 401
     assert httpx.post(routed.url + "/pause", headers=routed.headers).status_code == 404
     assert len(routed.engine.asked) == 1
+    token = f"Authorization: Bearer {routed.role.token}\r\n"
+    for path, headers, refused in (
+        ("/v1/completions", "", 401),
+        ("/v1/completions", token, 413),
+        ("/health", "", 200),
+        ("/v1/completions", "Expect: 100-continue\r\n", 401),
+    ):
+        status, sent = send_body(routed.url, path, headers)
+        assert status == refused
+        assert sent < 16 << 20, "what fits into the buffers of the connection"
 
 
 def test_an_engine_that_is_not_healthy_gets_no_requests(routed: Routed) -> None:

@@ -59,8 +59,8 @@ class RunTokenMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         path = scope["path"]
-        if path != OPEN_PATH and not self._authorised(scope):
-            await _answer(send, 401, b'{"error":"this run\'s token is required"}')
+        if not self._authorised(scope) and (path != OPEN_PATH or _has_body(scope)):
+            await _answer(send, 401, b'{"error":"this run\'s token is required"}', close=True)
             return
         if self.gated and path.startswith(GATED_PREFIXES):
             await _answer(send, 503, b'{"error":"this engine waits for the current weights"}')
@@ -100,7 +100,17 @@ def _signed(send: Send, server: tuple[str, int]) -> Send:
     return signing
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
+
+
+async def _answer(send: Send, status: int, body: bytes, close: bool = False) -> None:
+    """close: the server ends the connection, instead of reading the request's body to its end first."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

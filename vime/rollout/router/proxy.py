@@ -39,21 +39,33 @@ class Proxy:
     def application(self) -> web.Application:
         """The aiohttp application: every path goes through `handle`."""
         application = web.Application(client_max_size=MAX_BODY)
-        application.router.add_route("*", "/{path:.*}", self.handle)
+        application.router.add_route("*", "/{path:.*}", self.handle, expect_handler=self._expect)
         application.on_startup.append(self._open)
         application.on_cleanup.append(self._close)
         return application
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """/health for anyone; POST /v1/completions with the token; nothing else."""
+        """/health for anyone; POST /v1/completions with the token; nothing else. Reads no body before it has agreed."""
         if request.path == "/health":
             return await self._health()
+        return self._refusal(request) or await self._forward(await request.read())
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
         given = request.headers.getall("Authorization", [])
         if len(given) != 1 or not hmac.compare_digest(given[0].encode(errors="surrogateescape"), self._expected):
             return web.json_response({"error": "this run's token is required"}, status=401)
         if request.path != COMPLETIONS or request.method != "POST":
             return web.json_response({"error": f"only POST {COMPLETIONS} passes the router"}, status=404)
-        return await self._forward(await request.read())
+        if (request.content_length or 0) > MAX_BODY:
+            return web.json_response({"error": f"a request has at most {MAX_BODY} bytes"}, status=413)
+        return None
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Answers a client that asks before it sends its body."""
+        refusal = self._refusal(request)
+        if refusal is None and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return refusal
 
     async def _forward(self, body: bytes) -> web.StreamResponse:
         assert self._session is not None

@@ -47,7 +47,10 @@ async def serve(role: Role, config: Config) -> int:
     backend = _start_backend(urls, port, metrics_port, config)
     proxy = Proxy(port.url, role.token, config.rollout.request_timeout)
     # A request whose asker is gone, or that an engine still works on when the run ends, is nobody's any more.
-    runner = web.AppRunner(proxy.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    # A connection whose request was refused is closed at once: its body would be read to the end otherwise.
+    runner = web.AppRunner(
+        proxy.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True, lingering_time=0
+    )
     await runner.setup()
     try:
         ports = {port.port, metrics_port.port}

@@ -30,7 +30,9 @@ def new_key() -> bytes:
 def set_key(sock: socket.socket, key: bytes) -> None:
     """Sign and check all of an IPv4 socket's segments with `key`. Raises OSError where the kernel cannot."""
     peer = struct.pack("=H126x", socket.AF_INET)
-    sock.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, peer + struct.pack("=BBHI80s", _ANY_ADDRESS, 0, len(key), 0, key))
+    sock.setsockopt(
+        socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, peer + struct.pack("=BBHI80s", _ANY_ADDRESS, 0, len(key), 0, key)
+    )
 
 
 def lock_ports(pid: int, key: bytes) -> set[int]:
