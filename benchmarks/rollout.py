@@ -33,6 +33,7 @@ from vime.rollout.pipeline import Pipeline
 from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Scorer
+from vime.run.tokens import engine_token, router_token
 
 MODEL = TinyModel(layers=2, hidden=192, heads=6, ffn=512, context=128, initializer_range=0.08)
 """tiny_grpo's; a wider initial range, so that a random model does not answer all alike."""
@@ -100,10 +101,11 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
     seconds: dict[str, list[float]] = {"direct": [], "routed": [], "generator": []}
     tokens: list[int] = []
     assert stack.router_url is not None
+    at_engine = {"Authorization": f"Bearer {engine_token(stack.role.token, 0)}"}
+    at_router = {"Authorization": f"Bearer {router_token(stack.role.token)}"}
     async with (
         RolloutClient(stack.router_url, stack.role.token, 60.0, 60.0) as client,
         aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {stack.role.token}"},
             connector=aiohttp.TCPConnector(limit=0),
             trust_env=False,
         ) as session,
@@ -144,11 +146,11 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
                 }
                 for prompt in [await same_feed.take() for _ in range(prompts)]
             ]
-            await _serve(session, stack.engine_url, step + turn - 1)
+            await _serve(session, stack.engine_url, at_engine, step + turn - 1)
             served.set(step + turn - 1)
             candidates: dict[str, Callable[[], Awaitable[int]]] = {
-                "direct": partial(_plain, session, stack.engine_url, bodies),
-                "routed": partial(_plain, session, stack.router_url, bodies),
+                "direct": partial(_plain, session, stack.engine_url, at_engine, bodies),
+                "routed": partial(_plain, session, stack.router_url, at_router, bodies),
                 "generator": generate,
             }
             counts: set[int] = set()
@@ -185,11 +187,13 @@ def _unreported(event: str, **fields: Any) -> None:
     """Nothing is dropped here."""
 
 
-async def _plain(session: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> int:
+async def _plain(
+    session: aiohttp.ClientSession, url: str, headers: dict[str, str], bodies: list[dict[str, Any]]
+) -> int:
     """All requests at once; the number of tokens that came back."""
 
     async def ask(body: dict[str, Any]) -> int:
-        async with session.post(url + "/v1/completions", json=body) as response:
+        async with session.post(url + "/v1/completions", json=body, headers=headers) as response:
             content = await response.read()
             response.raise_for_status()
         return sum(len(choice["token_ids"]) for choice in json.loads(content)["choices"])
@@ -197,8 +201,8 @@ async def _plain(session: aiohttp.ClientSession, url: str, bodies: list[dict[str
     return sum(await asyncio.gather(*(ask(body) for body in bodies)))
 
 
-async def _serve(session: aiohttp.ClientSession, url: str, version: int) -> None:
+async def _serve(session: aiohttp.ClientSession, url: str, headers: dict[str, str], version: int) -> None:
     """Let the engine say that it serves `version`, as after an update."""
     for path, body in (("/update_weight_version", {"new_version": str(version)}), ("/resume", None)):
-        async with session.post(url + path, json=body) as response:
+        async with session.post(url + path, json=body, headers=headers) as response:
             response.raise_for_status()

@@ -61,8 +61,9 @@ def serve(model: Path, folder: Path, *, router: bool) -> Iterator[Stack]:
     config = bench_config(model)
     run_dir = RunDir.create(folder, "run", "benchmark")
     run_dir.config.write_text(dump_resolved(config), encoding="utf-8")
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", model)
     processes = [_start(role, "vime.rollout.engine.engine", thread_counts(1))]
     try:
         if router:

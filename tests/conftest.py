@@ -22,6 +22,7 @@ from vime.config.compose import dump_resolved
 from vime.models.tiny import make_tiny
 from vime.run.directory import RunDir
 from vime.run.role import Role
+from vime.run.tokens import engine_token, router_token
 
 STARTUP = 300.0
 
@@ -54,8 +55,13 @@ class EngineStack:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The run's token as a request carries it."""
-        return {"Authorization": f"Bearer {self.role.token}"}
+        """The engine's token as a request carries it."""
+        return {"Authorization": f"Bearer {engine_token(self.role.token, 0)}"}
+
+    @property
+    def router_headers(self) -> dict[str, str]:
+        """As `headers`, for the router."""
+        return {"Authorization": f"Bearer {router_token(self.role.token)}"}
 
     def post(self, path: str, body: Any = None, **query: Any) -> Any:
         """POST to the engine, not through the router; the answer's JSON."""
@@ -146,8 +152,9 @@ def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSta
     config = stack_config(model)
     run_dir = RunDir.create(folder, "run", "test")
     run_dir.config.write_text(dump_resolved(config))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", model)
     engine = start_role(role, "vime.rollout.engine.engine")
     router = start_role(replace(role, name="router"), "vime.rollout.router.router")
     try:

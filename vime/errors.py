@@ -44,5 +44,9 @@ class BadMessage(Exception):
     """A value in the store is not of the shape that its key promises."""
 
 
+class Unsigned(BadMessage):
+    """A value in the store was not written by this run: it is not signed with the run's token for its key."""
+
+
 class BufferFault(Exception):
     """A file of the buffer cannot be written, or is not what was committed. The message names the file."""

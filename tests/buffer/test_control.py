@@ -14,15 +14,17 @@ import time
 import pytest
 
 from tests.buffer.made import connect
-from vime.buffer.control import BatchMessage, Control, EngineAddress, EngineMessage, StopMessage
-from vime.errors import BadMessage, ControlLost, WaitTimeout
+from vime.buffer.control import MAX_FALSE, BatchMessage, Control, EngineAddress, EngineMessage, StopMessage
+from vime.buffer.seal import Seal
+from vime.errors import BadMessage, ControlLost, Unsigned, WaitTimeout
+from vime.training.inbox import Inbox
 
 CLIENT = "import sys; from tests.buffer.made import connect; c = connect(int(sys.argv[1])); "
 
 
 @pytest.fixture
 def served() -> tuple[Control, int]:
-    return Control.serve("127.0.0.1", 1)
+    return Control.serve("127.0.0.1", 1, "t")
 
 
 def start(code: str, port: int) -> subprocess.Popen[bytes]:
@@ -95,7 +97,7 @@ def test_a_clone_works_while_another_connection_waits(served: tuple[Control, int
 def test_the_end_of_the_store_ends_a_wait() -> None:
     code = (
         "from vime.buffer.control import Control; import time;"
-        "c, p = Control.serve('127.0.0.1', 1); print(p, flush=True); time.sleep(99)"
+        "c, p = Control.serve('127.0.0.1', 1, 't'); print(p, flush=True); time.sleep(99)"
     )
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
@@ -220,21 +222,97 @@ def test_what_is_read_is_validated(served: tuple[Control, int], value: object) -
     control, _ = served
     with pytest.raises(BadMessage, match="inbox"):
         control.post(value)  # type: ignore[arg-type]
-    control.store.set("inbox/0", json.dumps(value))
+    control.put("inbox/0", value)
     with pytest.raises(BadMessage, match="inbox/0"):
         control.next_message(0, 1, "it")
 
 
 def test_bytes_that_are_not_json_are_refused(served: tuple[Control, int]) -> None:
     control, _ = served
-    control.store.set("version", b"\x80\x04K\x01.")  # a pickled 1
+    control.store.set("version", Seal.of("t", 1).close("version", "\x80\x04K\x01."))  # a pickled 1
     with pytest.raises(BadMessage, match="version is not JSON"):
         control.version()
-    control.store.set("router", "5")
+    control.put("router", 5)
     with pytest.raises(BadMessage, match="router has the wrong shape"):
         control.router(1)
     with pytest.raises(ValueError, match="JSON compliant"):
         control.put("x", float("nan"))
+
+
+ENGINE = EngineAddress(index=0, url="http://10.0.0.1:5", world_size=1, incarnation=0)
+FALSE_ENGINE = json.dumps({**ENGINE.model_dump(), "url": "http://10.6.6.6:5"})
+
+
+def forgeries(key: str, text: str) -> dict[str, str]:
+    """What a stranger who reads the store and does not know the token can put in the place of `key`."""
+    return {
+        "unsigned": text,
+        "signed with another key": Seal.of("guessed", 1).close(key, text),
+        "signed for another key": Seal.of("t", 1).close(f"{key}0", text),
+        "signed in another attempt": Seal.of("t", 2).close(key, text),
+        "another value under a true signature": Seal.of("t", 1).close(key, "0")[:64] + text,
+        "nothing": "",
+    }
+
+
+@pytest.mark.parametrize("kind", forgeries("", ""))
+def test_what_a_stranger_wrote_is_as_if_it_was_not_there(
+    served: tuple[Control, int], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    control, _ = served
+    control.store.set("engine/0", forgeries("engine/0", FALSE_ENGINE)[kind])
+    assert control.try_get("engine/0") is None
+    assert "the store's engine/0 is not signed with this run's token" in capfd.readouterr().err
+    with pytest.raises(Unsigned, match=r"^waited 0.1 s for engine 0 to become ready: the store's engine/0 is not sig"):
+        control.engine(0, 0.1)
+    control.claim("engine/0", ENGINE.model_dump())  # the first of this run's values
+    assert control.engine(0, 1) == ENGINE
+    control.claim("engine/0", {})
+    assert control.engine(0, 1) == ENGINE
+
+
+def test_a_wait_goes_on_past_what_a_stranger_wrote(served: tuple[Control, int]) -> None:
+    control, port = served
+    control.store.set("engine/0", FALSE_ENGINE)
+    threading.Timer(0.5, lambda: connect(port).publish_engine(ENGINE)).start()
+    assert control.engine(0, 30) == ENGINE
+
+
+def test_an_older_value_of_this_run_is_no_news(served: tuple[Control, int]) -> None:
+    control, _ = served
+    control.publish_version(1)
+    control.publish_engine(ENGINE)
+    old = {key: control.store.get(key) for key in ("version", "engine/0")}
+    control.publish_version(2)
+    control.publish_engine(ENGINE.model_copy(update={"incarnation": 1}))
+    assert control.engine(0, 1).incarnation == 1
+    for key, value in old.items():
+        control.store.set(key, value)
+    assert control.version() == 2
+    assert control.wait_version(2, 1) == 2
+    with pytest.raises(BadMessage, match="incarnation 0, which has ended"):
+        control.engine(0, 1)
+
+
+def test_messages_of_strangers_are_passed_over_and_bounded(served: tuple[Control, int]) -> None:
+    control, port = served
+    stop = json.dumps(StopMessage(save=False, reason="mine").model_dump())
+    for position, text in enumerate(forgeries("inbox/0", stop).values()):
+        if text:
+            control.store.set(f"inbox/{position}", text)
+    control.store.set("inbox/posted", "99")
+    sent = BatchMessage(step=1, manifest="step_1.json", bytes=1)
+    assert connect(port).post(sent) == 5
+    copied = control.store.get("inbox/5")
+    control.store.set("inbox/6", copied)  # said again
+    inbox = Inbox(connect(port), 0.5)
+    assert inbox.next("a batch") == sent
+    with pytest.raises(WaitTimeout, match=r"waited 0.5 s for a batch"):
+        inbox.next("a batch")
+    for position in range(7, 8 + MAX_FALSE):
+        control.store.set(f"inbox/{position}", "{}")
+    with pytest.raises(Unsigned, match="inbox/"):
+        inbox.next("a batch")
 
 
 def test_heartbeats(served: tuple[Control, int]) -> None:

@@ -69,7 +69,7 @@ def ended(child: int, timeout: float) -> int | None:
 
 def attempt(folder: Path, number: int, writer_calls: int, reader_calls: int) -> bool:
     """One attempt of the run, whose two roles are killed at these points; True when it came to its end."""
-    control, port = Control.serve("127.0.0.1", number)
+    control, port = Control.serve("127.0.0.1", number, "t")
     done, _ = read_checkpoint(folder)
     writer = forked(writer_calls, lambda: write_batches(folder, connect(port, number), done, STEPS))
     reader = forked(reader_calls, lambda: train(folder, connect(port, number)))

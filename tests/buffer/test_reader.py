@@ -23,7 +23,7 @@ SAMPLES = [sample for group in GROUPS for sample in group.samples]
 
 @pytest.fixture
 def message(tmp_path: Path) -> BatchMessage:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     writer = BufferWriter(RunDir(tmp_path), control, CONFIG, experts=300)
     writer.resume(0)
     for group in GROUPS:

@@ -21,7 +21,7 @@ from vime.buffer.manifest import Manifest, committed
 from vime.buffer.reader import BufferReader
 from vime.buffer.writer import BufferWriter, Resumed
 from vime.config import Buffer
-from vime.errors import BufferFault, UserError, WaitTimeout
+from vime.errors import UserError, WaitTimeout
 from vime.run.directory import RunDir
 
 CONFIG = Buffer(groups_per_chunk=2)
@@ -75,7 +75,7 @@ def temporaries(folder: Path) -> list[Path]:
 
 
 def test_batches_are_written_and_announced_in_order(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     resumed = write_batches(tmp_path, control, 0, 3)
     assert resumed == Resumed(step=1, cursor=None, groups=frozenset(), announced=(), discarded=())
     reader = BufferReader(RunDir(tmp_path), CONFIG)
@@ -91,7 +91,7 @@ def test_batches_are_written_and_announced_in_order(tmp_path: Path) -> None:
 
 
 def test_steps_follow_each_other_and_a_batch_has_samples(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     writer = BufferWriter(RunDir(tmp_path), control, CONFIG)
     writer.resume(0)
     with pytest.raises(ValueError, match="batch of step 1 has no samples"):
@@ -106,7 +106,7 @@ def test_steps_follow_each_other_and_a_batch_has_samples(tmp_path: Path) -> None
 
 
 def test_the_byte_budget_waits_for_the_oldest_batch_to_be_trained(tmp_path: Path) -> None:
-    control, port = Control.serve("127.0.0.1", 1)
+    control, port = Control.serve("127.0.0.1", 1, "t")
     write_batches(tmp_path, control, 0, 2)
     # The smallest budget there is, filled to the brim by two batches of a size that is made up.
     writer = BufferWriter(RunDir(tmp_path), connect(port), Buffer(max_bytes=1 << 20, wait_timeout=0.3))
@@ -128,7 +128,7 @@ def test_the_byte_budget_waits_for_the_oldest_batch_to_be_trained(tmp_path: Path
 
 
 def test_the_budget_bounds_what_lies_on_disk(tmp_path: Path) -> None:
-    control, port = Control.serve("127.0.0.1", 1)
+    control, port = Control.serve("127.0.0.1", 1, "t")
     run_dir, config = RunDir(tmp_path), Buffer(groups_per_chunk=1, max_bytes=1 << 20, wait_timeout=60)
     chunks = tmp_path / "buffer" / "chunks"
     most = 0
@@ -163,7 +163,7 @@ def test_the_budget_bounds_what_lies_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_trains_what_was_committed(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     write_batches(tmp_path, control, 0, 5)
     writer = BufferWriter(RunDir(tmp_path), control, CONFIG, experts=300)
     writer.resume(0)
@@ -171,7 +171,7 @@ def test_a_resumed_run_trains_what_was_committed(tmp_path: Path) -> None:
         writer.add(make_group(index, experts=300))  # one chunk of two committed, the third only in memory
     (tmp_path / "buffer" / "chunks" / "chunk_99-aa.safetensors.tmp").write_bytes(b"half")
 
-    again, _ = Control.serve("127.0.0.1", 2)
+    again, _ = Control.serve("127.0.0.1", 2, "t")
     resumed = write_batches(tmp_path, again, 2, 7)
     assert resumed == Resumed(
         step=6, cursor={"next": 25}, groups=frozenset({25, 26}), announced=(3, 4, 5), discarded=()
@@ -184,14 +184,14 @@ def test_a_resumed_run_trains_what_was_committed(tmp_path: Path) -> None:
 
 
 def test_an_older_checkpoint_discards_batches_that_do_not_follow_it(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     write_batches(tmp_path, control, 0, 6)
     BufferReader(RunDir(tmp_path), CONFIG).collect(4)
     loose = BufferWriter(RunDir(tmp_path), control, CONFIG, experts=300)
     loose.resume(4)
     for index in (30, 31):
         loose.add(make_group(index, experts=300))
-    again, _ = Control.serve("127.0.0.1", 2)
+    again, _ = Control.serve("127.0.0.1", 2, "t")
     resumed = write_batches(tmp_path, again, 2, 4)
     assert resumed == Resumed(step=3, cursor=None, groups=frozenset(), announced=(), discarded=(5, 6))
     assert [message.step for message in announced(again)] == [3, 4]
@@ -199,24 +199,72 @@ def test_an_older_checkpoint_discards_batches_that_do_not_follow_it(tmp_path: Pa
         assert_complete(tmp_path, manifest)
 
 
-def test_a_committed_chunk_that_is_damaged_is_named(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
-    write_batches(tmp_path, control, 0, 2)
-    name = committed(tmp_path / "buffer")[1].chunks[0].name
-    path = tmp_path / "buffer" / "chunks" / name
+def tear(path: Path) -> None:
+    """As a crash of the file server, or a full disk of it, leaves a file."""
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(BufferFault, match=rf"{name} of the batch of step 2 has .* bytes"):
-        write_batches(tmp_path, control, 0, 3)
-    path.unlink()
-    with pytest.raises(BufferFault, match=rf"{name} of the batch of step 2 is missing"):
-        write_batches(tmp_path, control, 0, 3)
+
+
+def flip(path: Path) -> None:
+    """One bit of another value, in the middle of the data."""
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 4
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    """As a file is whose data never reached the disk."""
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("what", "harm"),
+    [
+        *(("chunk", harm) for harm in (tear, flip, Path.unlink)),
+        *(("manifest", harm) for harm in (tear, empty)),
+        ("trained manifest", tear),
+        *(("loose chunk", harm) for harm in (tear, flip)),
+    ],
+)
+def test_what_is_damaged_is_dropped_said_and_generated_again(
+    tmp_path: Path, what: str, harm: Callable[[Path], None]
+) -> None:
+    control, _ = Control.serve("127.0.0.1", 1, "t")
+    write_batches(tmp_path, control, 0, 4)
+    writer = BufferWriter(RunDir(tmp_path), control, CONFIG, experts=300)
+    writer.resume(1)
+    for index in range(20, 24):
+        writer.add(make_group(index, experts=300))  # two chunks of no batch
+    chunks, batches = tmp_path / "buffer" / "chunks", tmp_path / "buffer" / "batches"
+    path = {
+        "chunk": chunks / committed(tmp_path / "buffer")[1].chunks[1].name,
+        "manifest": batches / "step_3.json",
+        "trained manifest": batches / "step_2.json",
+        "loose chunk": max(chunks.iterdir()),
+    }[what]
+    harm(path)
+    done = 2 if "trained" in what else 1
+    again, _ = Control.serve("127.0.0.1", 2, "t")
+    resumed = write_batches(tmp_path, again, done, 6)
+    assert len(resumed.damaged) == 1
+    assert path.name in resumed.damaged[0]
+    first = {"chunk": 3, "manifest": 3, "trained manifest": 5, "loose chunk": 5}[what]
+    assert resumed.step == first
+    assert resumed.groups == (frozenset({20, 21}) if "loose" in what else frozenset())
+    assert [message.step for message in announced(again)] == list(range(done + 1, 7))
+    left = committed(tmp_path / "buffer")
+    for manifest in left:
+        assert_complete(tmp_path, manifest)
+    named = [chunk.name for manifest in left for chunk in manifest.chunks]
+    assert sorted(named) == sorted(path.name for path in chunks.iterdir()), "nothing is left over, nothing used twice"
+    third, _ = Control.serve("127.0.0.1", 3, "t")
+    assert BufferWriter(RunDir(tmp_path), third, CONFIG, experts=300).resume(done).damaged == ()
 
 
 def test_a_name_is_never_used_for_two_contents(tmp_path: Path) -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     write_batches(tmp_path, control, 0, 2)
     before = {chunk.name for manifest in committed(tmp_path / "buffer") for chunk in manifest.chunks}
-    again, _ = Control.serve("127.0.0.1", 2)
+    again, _ = Control.serve("127.0.0.1", 2, "t")
     write_batches(tmp_path, again, 2, 4)
     after = {chunk.name for manifest in committed(tmp_path / "buffer") for chunk in manifest.chunks}
     assert not before & after
@@ -238,7 +286,7 @@ def test_a_writer_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path,
     rng = random.Random(seed)
     last = 12
     for attempt in range(1, 4):
-        control, port = Control.serve("127.0.0.1", attempt)
+        control, port = Control.serve("127.0.0.1", attempt, "t")
         arguments = [str(port), str(attempt), str(tmp_path), str(last)]
         child = subprocess.Popen([sys.executable, "-c", WRITER, *arguments])
         try:
@@ -274,11 +322,11 @@ def test_a_crash_before_every_single_change_of_the_writer(tmp_path: Path) -> Non
     while not finished:
         folder = tmp_path / f"crash-{calls}"
         folder.mkdir()
-        control, port = Control.serve("127.0.0.1", 1)
+        control, port = Control.serve("127.0.0.1", 1, "t")
         finished = crash_after(calls, lambda folder=folder, port=port: write_batches(folder, connect(port), 0, 2))
         for message in announced(control):
             assert_complete(folder, BufferReader(RunDir(folder), CONFIG).manifest(message))
-        again, _ = Control.serve("127.0.0.1", 2)
+        again, _ = Control.serve("127.0.0.1", 2, "t")
         write_batches(folder, again, 0, 3)
         assert [message.step for message in announced(again)] == [1, 2, 3]
         for manifest in committed(folder / "buffer"):
@@ -296,7 +344,7 @@ def test_a_crash_before_every_single_deletion(tmp_path: Path) -> None:
         while not finished:
             folder = tmp_path / f"crash-{discard}-{calls}"
             folder.mkdir()
-            control, _ = Control.serve("127.0.0.1", 1)
+            control, _ = Control.serve("127.0.0.1", 1, "t")
             write_batches(folder, control, 0, 4)
             if discard:
                 BufferReader(RunDir(folder), CONFIG).collect(2)
@@ -308,11 +356,11 @@ def test_a_crash_before_every_single_deletion(tmp_path: Path) -> None:
             def delete(folder: Path = folder, discard: bool = discard) -> object:
                 if not discard:
                     return BufferReader(RunDir(folder), CONFIG).collect(3)
-                control, _ = Control.serve("127.0.0.1", 2)
+                control, _ = Control.serve("127.0.0.1", 2, "t")
                 return BufferWriter(RunDir(folder), control, CONFIG, experts=300).resume(1)
 
             finished = crash_after(calls, delete)
-            again, _ = Control.serve("127.0.0.1", 3)
+            again, _ = Control.serve("127.0.0.1", 3, "t")
             done = 1 if discard else 3
             write_batches(folder, again, done, 6)
             assert [message.step for message in announced(again)] == list(range(done + 1, 7))

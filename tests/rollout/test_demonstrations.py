@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> tuple[Role, Config, Control]:
     raw["data"]["format"] = f"{HERE}:chat_of_some"
     config = Config.model_validate(raw)
     run_dir = RunDir.create(tmp_path, "run", "test")
-    control, port = Control.serve("127.0.0.1", 1)
+    control, port = Control.serve("127.0.0.1", 1, "t")
     return Role(run_dir.path, "127.0.0.1", port, "generator", 1, "t", 0, 1, "127.0.0.1", model), config, control
 
 

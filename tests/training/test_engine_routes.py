@@ -90,8 +90,9 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Man
     )
     run_dir = RunDir.create(folder, "run", "test")
     run_dir.config.write_text(dump_resolved(config))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", model)
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", model)
     engine = start_role(role, "vime.rollout.engine.engine")
     try:
         groups = generate(control.engine(0, STARTUP).url, role.token, found)

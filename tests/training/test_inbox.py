@@ -15,7 +15,7 @@ def batch(step: int) -> BatchMessage:
 
 
 def test_messages_in_order() -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     inbox = Inbox(control, 5.0)
     sent = [batch(1), EngineMessage(index=0, incarnation=1), batch(2)]
     for message in sent[:2]:
@@ -26,7 +26,7 @@ def test_messages_in_order() -> None:
 
 
 def test_a_stop_overtakes_batches() -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     inbox = Inbox(control, 5.0)
     for step in (1, 2, 3):
         control.post(batch(step))
@@ -38,7 +38,7 @@ def test_a_stop_overtakes_batches() -> None:
 
 
 def test_one_type_is_waited_for_and_the_rest_is_kept() -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     inbox = Inbox(control, 5.0)
     engine = EngineMessage(index=0, incarnation=1)
     for message in (batch(1), engine, batch(2)):
@@ -48,6 +48,6 @@ def test_one_type_is_waited_for_and_the_rest_is_kept() -> None:
 
 
 def test_a_wait_is_bounded_and_named() -> None:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     with pytest.raises(WaitTimeout, match=r"waited 0\.05 s for the batch of step 1"):
         Inbox(control, 0.05).next("the batch of step 1")

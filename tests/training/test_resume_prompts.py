@@ -35,7 +35,7 @@ class Run:
     def attempt(self, number: int, until: int, save_at: int | None = None) -> list[int]:
         """Train until step `until`; the stream positions trained, in order. Attempts after the first resume."""
         run = RunDir(self.role.run_dir)
-        control, port = Control.serve("127.0.0.1", number)
+        control, port = Control.serve("127.0.0.1", number, "t")
         start, cursor = 0, {}
         if number > 1:
             facts = newest(run.checkpoints, self.config)[0].facts

@@ -133,13 +133,17 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def committed(buffer: Path) -> list[Manifest]:
-    """Every committed manifest of a run's buffer folder, by step."""
+def batch_files(buffer: Path) -> list[tuple[int, Path]]:
+    """Step and path of every committed manifest, by step."""
     folder = buffer / BATCHES
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(
-        (read_manifest(path) for path in paths if re.fullmatch(r"step_\d+\.json", path.name)), key=lambda m: m.step
-    )
+    found = ((re.fullmatch(r"step_(\d+)\.json", path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def committed(buffer: Path) -> list[Manifest]:
+    """Every committed manifest of a run's buffer folder, by step."""
+    return [read_manifest(path) for _, path in batch_files(buffer)]
 
 
 def collect(buffer: Path, up_to_step: int) -> list[int]:

@@ -11,11 +11,22 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vime.buffer.chunk import Chunk, ChunkInfo, encode_chunk
 from vime.buffer.control import BatchMessage, Control
-from vime.buffer.manifest import BATCHES, CHUNKS, Entry, Manifest, collect, committed, entries
+from vime.buffer.manifest import (
+    BATCHES,
+    CHUNKS,
+    Entry,
+    Manifest,
+    batch_files,
+    collect,
+    committed,
+    entries,
+    read_manifest,
+)
 from vime.buffer.sample import Group
 from vime.config import Buffer
 from vime.errors import BufferFault, UserError
@@ -40,6 +51,8 @@ class Resumed:
     """Steps of the batches that were committed and not trained; they have been announced again."""
     discarded: tuple[int, ...]
     """Steps of batches that were deleted because those between them and the checkpoint are gone."""
+    damaged: tuple[str, ...] = ()
+    """Why batches and groups were deleted that are to be generated again: what is wrong with which file."""
 
 
 class BufferWriter:
@@ -65,11 +78,11 @@ class BufferWriter:
 
         Call it once, before the first `add`, in a fresh run too (with 0). Deletes half-written files and batches that
         the checkpoint covers; announces the later ones again, in order; counts groups in chunks of no batch into the
-        next.
-        Raises BufferFault naming a file that was committed and is damaged now.
+        next. From the first damaged file on, everything is deleted and generated again.
         """
         for name in (CHUNKS, BATCHES):
             remove_temporaries(self._folder / name)
+        damaged = self._drop_damaged(done)
         collect(self._folder, done)
         manifests = committed(self._folder)
         discarded: tuple[int, ...] = ()
@@ -83,19 +96,25 @@ class BufferWriter:
             collect(self._folder, discarded[-1])
             manifests = []
         for manifest in manifests:
-            for chunk in manifest.chunks:
-                self._check_size(chunk, manifest)
             self._waiting[manifest.step] = manifest.bytes
             self._announce(manifest)
         self._step = manifests[-1].step if manifests else done
-        for name in self._loose(manifests):
-            self._adopt(name)
+        loose = self._loose(manifests)
+        for place, name in enumerate(loose):
+            try:
+                self._adopt(name)
+            except BufferFault as error:
+                damaged += (str(error),)
+                for later in reversed(loose[place:]):  # so that a crash in between leaves the first ones
+                    (self._folder / CHUNKS / later).unlink()
+                break
         return Resumed(
             step=self._step + 1,
             cursor=manifests[-1].cursor if manifests else None,
             groups=frozenset(entry.group for entry in self._entries),
             announced=tuple(m.step for m in manifests),
             discarded=discarded,
+            damaged=damaged,
         )
 
     def add(self, group: Group) -> None:
@@ -181,7 +200,7 @@ class BufferWriter:
     def _adopt(self, name: str) -> None:
         path = self._folder / CHUNKS / name
         chunk = Chunk.open(path)
-        groups = [
+        groups = [  # reads all, before any of it counts
             Group(g.uid, g.index, tuple(chunk.sample(i) for i in range(g.first, g.first + g.count)))
             for g in chunk.groups
         ]
@@ -191,12 +210,49 @@ class BufferWriter:
         size = (self._folder / BATCHES / manifest.file_name).stat().st_size
         self._control.post(BatchMessage(step=manifest.step, manifest=manifest.file_name, bytes=size))
 
-    def _check_size(self, chunk: ChunkInfo, manifest: Manifest) -> None:
-        path = self._folder / CHUNKS / chunk.name
-        seen = path.stat().st_size if path.exists() else None
-        if seen != chunk.bytes:
-            state = "is missing" if seen is None else f"has {seen:,} bytes"
-            raise BufferFault(f"{path} of the batch of step {manifest.step} {state}, {chunk.bytes:,} were committed")
+    def _drop_damaged(self, done: int) -> tuple[str, ...]:
+        """Delete the batches from the first damaged one after `done` on, and every chunk that no batch left names.
+
+        Returns what was wrong. Whether the samples of an unreadable manifest are trained nobody can tell any more, so
+        chunks of no batch are not counted into the next one then: nothing may be trained twice.
+        """
+        problems: list[str] = []
+        whole: list[Manifest] = []
+        dropped: list[Path] = []
+        broken = False
+        for step, path in batch_files(self._folder):
+            try:
+                manifest = read_manifest(path)
+                if step > done and not broken:
+                    self._verify(manifest)
+            except BufferFault as error:
+                problems.append(str(error))
+                dropped.append(path)
+                broken = broken or step > done
+                continue
+            if step > done and broken:
+                dropped.append(path)
+            else:
+                whole.append(manifest)
+        if dropped:
+            # A crash in between leaves a manifest whose chunks are gone: it is dropped the next time.
+            for name in self._loose(whole):
+                (self._folder / CHUNKS / name).unlink()
+            for path in dropped:
+                path.unlink()
+        return tuple(problems)
+
+    def _verify(self, manifest: Manifest) -> None:
+        """Read all that the batch consists of. Raises BufferFault naming a file that is not what was committed."""
+        for info in manifest.chunks:
+            path = self._folder / CHUNKS / info.name
+            seen = path.stat().st_size if path.exists() else None
+            if seen != info.bytes:
+                state = "is missing" if seen is None else f"has {seen:,} bytes"
+                raise BufferFault(f"{path} of the batch of step {manifest.step} {state}, {info.bytes:,} were committed")
+            chunk = Chunk.open(path)
+            for index in range(len(chunk)):
+                chunk.sample(index)
 
     def _chunk_files(self) -> list[str]:
         names = (path.name for path in (self._folder / CHUNKS).iterdir())

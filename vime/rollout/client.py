@@ -14,6 +14,7 @@ from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.engine.version_ranges import VERSIONS
 from vime.rollout.http_client import BadResponse, RetryingClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
+from vime.run.tokens import router_token
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RolloutClient(RetryingClient):
         self, url: str, token: str, request_timeout: float, patience: float, routing: Routing | None = None
     ) -> None:
         self._url = url + "/v1/completions"
-        super().__init__({"Authorization": f"Bearer {token}"}, request_timeout, patience)
+        super().__init__({"Authorization": f"Bearer {router_token(token)}"}, request_timeout, patience)
         self._routing = routing
 
     async def complete(

@@ -55,6 +55,8 @@ async def _write_batches(
     start = read_start(control, config.cluster.startup_timeout)
     writer = BufferWriter(run_dir, control, config.buffer)
     resumed = writer.resume(start.step)
+    for reason in resumed.damaged:
+        report("buffer_damaged", reason=reason)
     cursor = resumed.cursor if resumed.cursor is not None else start.cursor
     seed, shuffle, rollout = config.run.seed, config.data.shuffle, config.rollout
     feed = PromptFeed(problems.training, seed, shuffle, render, limits, rollout, report, cursor, resumed.groups)

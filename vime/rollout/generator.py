@@ -120,6 +120,8 @@ class Generator:
         experts = self.routing.experts if self.routing is not None else None
         writer = BufferWriter(self.run_dir, control, config.buffer, experts)
         resumed = await asyncio.to_thread(writer.resume, start.step)
+        for reason in resumed.damaged:
+            self.report("buffer_damaged", reason=reason)
         # A batch is committed only after the evaluation of the version before it: see `_before_commit`.
         known = start.step if resumed.discarded else resumed.step - 1
         self.evaluated = evaluated_versions(read_lines(self.run_dir.events), known) | set(range(resumed.step - 1))

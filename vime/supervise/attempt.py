@@ -66,14 +66,15 @@ class Attempt:
         start the run again, else timeout.
         """
         status = replace(self.run.read_status(), state="running")
-        control, port = Control.serve(self.host, status.attempt)
+        token = secrets.token_urlsafe(32)
+        control, port = Control.serve(self.host, status.attempt, token)
         self._supervisor = Role(
             run_dir=self.run.path,
             store_host=self.host,
             store_port=port,
             name="supervisor",
             attempt=status.attempt,
-            token=secrets.token_urlsafe(32),
+            token=token,
             rank=0,
             world_size=1,
             host=self.host,

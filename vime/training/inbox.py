@@ -40,6 +40,8 @@ class Inbox:
     def _take(self, what: str) -> None:
         message = self._control.next_message(self._taken, self._timeout, what)
         self._taken += 1
+        if message is None:
+            return  # a stranger's
         if isinstance(message, StopMessage):
             self._stop = message
         else:

@@ -18,9 +18,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.rollout.flood import send_body
-from vime.rollout.engine.auth import ENGINE_HEADER, RunTokenMiddleware, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER, RunTokenMiddleware
+from vime.run.tokens import engine_token, generation_token
 
-TOKEN = "the-token"
+RUN = "the-run's-token"
+TOKEN = engine_token(RUN, 0)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -30,7 +32,8 @@ async def answer(request: Request) -> JSONResponse:
 
 @contextmanager
 def serving(monkeypatch: pytest.MonkeyPatch, gated: bool) -> Iterator[str]:
-    monkeypatch.setenv("VIME_RUN_TOKEN", TOKEN)
+    monkeypatch.setenv("VIME_ENGINE_TOKEN", TOKEN)
+    monkeypatch.setenv("VIME_GENERATION_TOKEN", generation_token(RUN))
     monkeypatch.setenv("VIME_ENGINE_GATED", "1" if gated else "0")
     app: Any = RunTokenMiddleware(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -64,7 +67,17 @@ def test_only_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "Bearer", "Bearer the-toke", "Bearer the-tokenn", "the-token", "bearer the-token"]
+    "value",
+    [
+        "",
+        "Bearer",
+        f"Bearer {TOKEN[:-1]}",
+        f"Bearer {TOKEN}n",
+        TOKEN,
+        f"bearer {TOKEN}",
+        f"Bearer {RUN}",
+        f"Bearer {engine_token(RUN, 1)}",
+    ],
 )
 def test_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     with serving(monkeypatch, gated=False) as url:
@@ -82,7 +95,7 @@ def test_a_body_without_the_token_is_refused_at_the_header(monkeypatch: pytest.M
 
 
 def test_the_generation_token_opens_generation_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = {"Authorization": f"Bearer {generation_token(TOKEN)}"}
+    headers = {"Authorization": f"Bearer {generation_token(RUN)}"}
     with serving(monkeypatch, gated=False) as url:
         answer = httpx.post(url + "/v1/completions", headers=headers)
         assert answer.status_code == 200
@@ -106,7 +119,10 @@ def test_a_gated_engine_serves_after_a_finished_update(monkeypatch: pytest.Monke
         assert httpx.post(url + "/v1/completions", headers=BEARER).status_code == 200
 
 
-def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VIME_RUN_TOKEN", raising=False)
-    with pytest.raises(RuntimeError, match="VIME_RUN_TOKEN is not set"):
+@pytest.mark.parametrize("name", ["VIME_ENGINE_TOKEN", "VIME_GENERATION_TOKEN"])
+def test_no_token_no_server(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("VIME_ENGINE_TOKEN", "VIME_GENERATION_TOKEN"):
+        monkeypatch.setenv(other, "secret")
+    monkeypatch.delenv(name)
+    with pytest.raises(RuntimeError, match=f"{name} is not set"):
         RunTokenMiddleware(Starlette())

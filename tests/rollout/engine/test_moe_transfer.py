@@ -74,8 +74,9 @@ def moe_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MoeEngine]:
     run_dir = RunDir.create(folder, "run", "test")
     config = stack_config(models[0]).model_copy(update={"algorithm": Algorithm(routing_replay=True)})
     run_dir.config.write_text(dump_resolved(config))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", models[0])
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", models[0])
     engine: Popen[bytes] = start_role(role, "vime.rollout.engine.engine")
     try:
         yield MoeEngine(models, control.engine(0, STARTUP).url, role.token)

@@ -18,7 +18,7 @@ from vime.run.network import reserve_port
 
 
 def three() -> tuple[Control, list[EngineNodes]]:
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     return control, [EngineNodes(control.clone(), 4, node, 3, "127.0.0.1") for node in range(3)]
 
 
@@ -90,16 +90,16 @@ def test_the_parts_of_an_engine_are_told_their_place() -> None:
     assert flags == (
         "--distributed-executor-backend mp --nnodes 3 --node-rank 1 --master-addr 10.0.0.7 --master-port 4711"
     )
-    assert server_environment(config, "10.0.0.8", gated=False)["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert server_environment(config, "10.0.0.8", "t", 0, gated=False)["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_an_engine_of_one_part_is_none_of_this() -> None:
     config = compose("local", "tiny_grpo")
-    control, _ = Control.serve("127.0.0.1", 1)
+    control, _ = Control.serve("127.0.0.1", 1, "t")
     alone = EngineNodes(control, 0, 0, config.nodes_per_engine, "127.0.0.1")
     assert alone.rendezvous(0, 0, never) is None
     assert span_flags(alone, None) == []
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in server_environment(config, "127.0.0.1", gated=False)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in server_environment(config, "127.0.0.1", "t", 0, gated=False)
     with pytest.raises(UserError, match=r"rollout.engine_args.nnodes: vime sets this"):
         server_command(
             compose("local", "tiny_grpo", ["rollout.engine_args.nnodes=2"]),

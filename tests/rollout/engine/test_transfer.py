@@ -72,13 +72,13 @@ def test_a_killed_server_comes_back_behind_a_gate(engine_stack: EngineStack) -> 
     assert httpx.post(stack.engine_url + "/v1/completions", json=body, headers=stack.headers).status_code == 503
     assert httpx.get(stack.engine_url + "/weight_info", headers=stack.headers).status_code == 200
     time.sleep(3)  # three of the router's health checks
-    routed = httpx.post(stack.router_url + "/v1/completions", json=body, headers=stack.headers)
+    routed = httpx.post(stack.router_url + "/v1/completions", json=body, headers=stack.router_headers)
     assert routed.status_code == 503
 
     send(stack.model, stack.engine_url, stack.role.token, version=0)
     assert httpx.get(stack.engine_url + "/health").status_code == 200
     deadline = time.monotonic() + 30
-    while httpx.post(stack.router_url + "/v1/completions", json=body, headers=stack.headers).status_code != 200:
+    while httpx.post(stack.router_url + "/v1/completions", json=body, headers=stack.router_headers).status_code != 200:
         assert time.monotonic() < deadline, "the router did not admit the engine again"
         time.sleep(0.2)
     assert_serves(stack, stack.model)

@@ -23,9 +23,10 @@ from tests.conftest import STARTUP, end_role, stack_config, start_role
 from tests.rollout.flood import send_body
 from vime.buffer.control import Control, EngineAddress
 from vime.config.compose import dump_resolved
-from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER
 from vime.run.directory import RunDir
 from vime.run.role import Role
+from vime.run.tokens import engine_token, generation_token, router_token
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Routed:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.role.token}"}
+        return {"Authorization": f"Bearer {router_token(self.role.token)}"}
 
 
 @pytest.fixture
@@ -66,8 +67,9 @@ def routed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Routed]:
     thread.start()
     run_dir = RunDir.create(tmp_path, "run", "test")
     run_dir.config.write_text(dump_resolved(stack_config(tmp_path)))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "router", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", tmp_path)
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "router", 1, token, 0, 1, "127.0.0.1", tmp_path)
     engine_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     process = start_role(role, getattr(request, "param", "vime.rollout.router.router"))
     try:
@@ -86,10 +88,11 @@ def test_completions_reach_the_engine_whole_and_with_the_lesser_token(routed: Ro
     assert {key: asked[key] for key in body} == body
     assert answer.headers[ENGINE_HEADER] == "10.0.0.7:8003"  # which engine it was is not lost on the way
     assert routed.engine.asked == [("/v1/completions", f"Bearer {generation_token(routed.role.token)}")]
-    assert httpx.post(routed.url + "/v1/completions", json=body).status_code == 401
+    for wrong in ({}, {"Authorization": f"Bearer {engine_token(routed.role.token, 0)}"}):
+        assert httpx.post(routed.url + "/v1/completions", json=body, headers=wrong).status_code == 401
     assert httpx.post(routed.url + "/pause", headers=routed.headers).status_code == 404
     assert len(routed.engine.asked) == 1
-    token = f"Authorization: Bearer {routed.role.token}\r\n"
+    token = f"Authorization: Bearer {router_token(routed.role.token)}\r\n"
     for path, headers, refused in (
         ("/v1/completions", "", 401),
         ("/v1/completions", token, 413),
@@ -180,8 +183,8 @@ def test_the_end_of_vllm_router_is_the_end_of_the_role(routed: Routed) -> None:
 def test_without_its_engine_it_stops_when_asked(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "run", "test")
     run_dir.config.write_text(dump_resolved(stack_config(tmp_path)))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "router", 1, "token", 0, 1, "127.0.0.1", tmp_path)
+    control, port = Control.serve("127.0.0.1", 1, "t")
+    role = Role(run_dir.path, "127.0.0.1", port, "router", 1, "t", 0, 1, "127.0.0.1", tmp_path)
     process = start_role(replace(role), "vime.rollout.router.router")
     while not run_dir.events.exists():
         time.sleep(0.05)

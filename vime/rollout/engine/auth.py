@@ -7,7 +7,6 @@ router until it has been given the current weights.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -29,25 +28,17 @@ ENGINE_HEADER = "X-Vime-Engine"
 """Of every answer to a generation request: host and port of the engine, which one behind the router it was."""
 
 
-def generation_token(token: str) -> str:
-    """A token derived from the run's that engines take for generation alone. It cannot be turned back."""
-    return hmac.new(token.encode(), b"generation", hashlib.sha256).hexdigest()
-
-
 class RunTokenMiddleware:
-    """401 without the run's token; 503 on generation and health until the first weight update of a gated engine.
+    """401 without this engine's token; 503 on generation and health until the first weight update of a gated engine.
 
-    The token is read from VIME_RUN_TOKEN, so that it is on no command line; VIME_ENGINE_GATED=1 closes the gate.
-    A server without a token refuses to start rather than to serve openly.
+    VIME_ENGINE_TOKEN opens every route, VIME_GENERATION_TOKEN those that generate; as variables they are on no command
+    line. VIME_ENGINE_GATED=1 closes the gate. A server without tokens refuses to start rather than to serve openly.
     """
 
     def __init__(self, app: App) -> None:
-        token = os.environ.get("VIME_RUN_TOKEN", "")
-        if not token:
-            raise RuntimeError("VIME_RUN_TOKEN is not set: an engine of a run does not serve without its token")
         self.app = app
-        self.expected = f"Bearer {token}".encode()
-        self.expected_for_generation = f"Bearer {generation_token(token)}".encode()
+        self.expected = f"Bearer {_secret('VIME_ENGINE_TOKEN')}".encode()
+        self.expected_for_generation = f"Bearer {_secret('VIME_GENERATION_TOKEN')}".encode()
         self.gated = os.environ.get("VIME_ENGINE_GATED") == "1"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,6 +78,13 @@ class RunTokenMiddleware:
             await send(message)
 
         return observed
+
+
+def _secret(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise RuntimeError(f"{name} is not set: an engine of a run does not serve without its tokens")
+    return value
 
 
 def _signed(send: Send, server: tuple[str, int]) -> Send:

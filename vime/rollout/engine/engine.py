@@ -89,7 +89,7 @@ class Engine:
             return None
         server = Server.start(
             [*self.command, *span_flags(self.nodes, rendezvous)],
-            server_environment(self.config, self.role.host, gated=incarnation > 0),
+            server_environment(self.config, self.role.host, self.role.token, self.index, gated=incarnation > 0),
             "" if self.address is None else self.address.url,
         )
 

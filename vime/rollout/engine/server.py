@@ -25,6 +25,7 @@ from vime.errors import UserError, WaitTimeout
 from vime.rollout.engine.multinode import EngineNodes, Rendezvous
 from vime.run.network import ReservedPort
 from vime.run.role import die_with_parent
+from vime.run.tokens import engine_token, generation_token
 
 SERVED_NAME = "policy"
 """The model name that requests carry."""
@@ -132,13 +133,15 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def server_environment(config: Config, host: str, gated: bool) -> dict[str, str]:
+def server_environment(config: Config, host: str, token: str, index: int, gated: bool) -> dict[str, str]:
     """This process's environment, with what vLLM needs to run in private, off the network, and with the RL routes.
 
-    host: the address of this node.
+    host: the address of this node. token: the run's, of which engine `index` is told what is derived for it alone.
     """
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != "VIME_RUN_TOKEN"}
     environment |= {
+        "VIME_ENGINE_TOKEN": engine_token(token, index),
+        "VIME_GENERATION_TOKEN": generation_token(token),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -182,7 +185,7 @@ class Server:
             # The plugin asks for the same, but only once vLLM is imported, some ten seconds later.
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-        return cls(process, url, environment["VIME_RUN_TOKEN"])
+        return cls(process, url, environment["VIME_ENGINE_TOKEN"])
 
     def wait_ready(self, timeout: float, stopping: Callable[[], bool]) -> bool:
         """Waits until the server answers with the token.

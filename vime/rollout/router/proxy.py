@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from vime.rollout.engine.auth import ENGINE_HEADER, generation_token
+from vime.rollout.engine.auth import ENGINE_HEADER
 from vime.rollout.router.socket_key import set_key
+from vime.run.tokens import generation_token, router_token
 
 COMPLETIONS = "/v1/completions"
 MAX_BODY = 64 << 20
@@ -30,7 +31,7 @@ class Proxy:
         self.key: bytes | None = None
         """Of the router's port, once it has one."""
         self._backend = backend
-        self._expected = f"Bearer {token}".encode()
+        self._expected = f"Bearer {router_token(token)}".encode()
         # Engines take this one for generation only: whoever got hold of it could not touch weights.
         self._onward = f"Bearer {generation_token(token)}"
         self._timeout = aiohttp.ClientTimeout(total=request_timeout, connect=10)

@@ -54,7 +54,7 @@ def _listeners(pid: int) -> Iterator[socket.socket]:
     try:
         for entry in sorted(Path(f"/proc/{pid}/fd").iterdir()):
             try:
-                if not os.readlink(entry).startswith("socket:"):
+                if not str(entry.readlink()).startswith("socket:"):
                     continue
             except FileNotFoundError:
                 continue  # closed meanwhile

@@ -11,6 +11,7 @@ import requests
 
 from vime.buffer.control import EngineAddress
 from vime.errors import WaitTimeout
+from vime.run.tokens import engine_token
 
 _T = TypeVar("_T")
 
@@ -44,8 +45,8 @@ class Fleet:
         self.addresses = tuple(addresses)
         self.version: int | None = None
         self._timeout = timeout
+        self._headers = {a.index: {"Authorization": f"Bearer {engine_token(token, a.index)}"} for a in self.addresses}
         self._session = requests.Session()
-        self._session.headers["Authorization"] = f"Bearer {token}"
         self._session.trust_env = False  # a proxy of the login environment must not see the token
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(addresses)), thread_name_prefix="engine")
 
@@ -147,7 +148,12 @@ class Fleet:
     ) -> dict[str, Any]:
         try:
             response = self._session.request(
-                method, f"{address.url}/{path}", json=json, params=params, timeout=self._timeout
+                method,
+                f"{address.url}/{path}",
+                json=json,
+                params=params,
+                headers=self._headers[address.index],
+                timeout=self._timeout,
             )
         except requests.Timeout as error:
             raise WaitTimeout(
