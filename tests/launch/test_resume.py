@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,9 @@ import pytest
 import launch
 from vime.config.compose import compose, dump_resolved, load_resolved, override_resolved
 from vime.errors import UserError
-from vime.run.directory import RunDir, Status
+from vime.launch.holder import LOCK, RESUMING, held
+from vime.run.directory import Failure, RunDir, Status
+from vime.supervise.guardian import close
 
 
 @pytest.mark.parametrize(
@@ -84,3 +90,55 @@ def test_overrides_change_a_runs_configuration_and_are_checked(tmp_path: Path) -
     assert load_resolved(file).training.ranks == 2
     with pytest.raises(UserError, match="128 samples do not divide over the 3 data-parallel ranks"):
         override_resolved(file, ["training.ranks=3"])
+
+
+def failed_run(folder: Path) -> RunDir:
+    run = RunDir(folder / "run")
+    run.path.mkdir()
+    run.config.write_text(dump_resolved(compose("local", "tiny_sft")))
+    run.write_status(Status("failed", attempt=3))
+    return run
+
+
+def test_two_launchers_do_not_resume_one_run_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = failed_run(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(run.path)
+    with held(run):
+        before = {path: path.read_bytes() for path in run.path.iterdir()}
+        for path in (run.path, link):
+            assert launch.main(["--resume", str(path)]) == 2
+            assert f"{run.path} is being resumed by another process" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == [LOCK]
+
+
+def test_where_the_filesystem_knows_no_locks_a_file_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run = failed_run(tmp_path)
+    (run.path / RESUMING).write_text("another-login-node 77")
+    assert launch.main(["--resume", str(run.path)]) == 2
+    error = capsys.readouterr().err
+    assert f"is being resumed by process 77 of another-login-node; remove {run.path / RESUMING} if" in error
+    (run.path / RESUMING).write_text(f"{socket.gethostname()} {os.getppid()}")
+    with pytest.raises(UserError, match=f"by process {os.getppid()} of"), held(run):
+        pass
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    (run.path / RESUMING).write_text(f"{socket.gethostname()} {gone.pid}")
+    with held(run):  # its launcher was killed
+        assert (run.path / RESUMING).exists()
+    assert not (run.path / RESUMING).exists()
+
+
+def test_who_holds_an_earlier_attempt_does_not_end_the_later_one(tmp_path: Path) -> None:
+    run = failed_run(tmp_path)
+    run.write_status(Status("running", attempt=4))
+    failure = Failure("supervisor", 0, "here", None, "SIGKILL", "", "", [])
+    assert close(run, failure, attempt=3) == run.read_status() == Status("running", attempt=4)
+    assert close(run, failure, attempt=4).state == run.read_status().state == "failed"

@@ -65,12 +65,15 @@ def test_what_a_role_is_told(start: Start) -> None:
             assert token.encode() not in file.read_bytes(), file
 
 
-def test_a_run_that_goes_on_is_not_resumed(start: Start) -> None:
+def test_a_run_that_goes_on_is_not_resumed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
     job = start(SERVING, tiny=SMALLEST)
     job.wait_started()
     before = job.run.config.read_bytes()
-    with pytest.raises(UserError, match="still goes on"):
-        resume(job.run.path, ["run.seed=7"], wait=False, supervisor=(sys.executable, str(SCRIPTS / "supervisor.py")))
+    link = tmp_path_factory.mktemp("links") / "run"
+    link.symlink_to(job.run.path)
+    for path in (job.run.path, link):
+        with pytest.raises(UserError, match="still goes on"):
+            resume(path, ["run.seed=7"], wait=False, supervisor=(sys.executable, str(SCRIPTS / "supervisor.py")))
     assert (job.run.config.read_bytes(), job.status().attempt) == (before, 1)
     job.launcher.terminate()
     job.end(timeout=30)

@@ -20,6 +20,7 @@ from submitit.local.local import LocalJob
 from vime.config import Config
 from vime.config.compose import override_resolved
 from vime.errors import UserError
+from vime.launch.holder import held
 from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.wait import ended_by_signals, stay_on_slurm
 from vime.plan.plan import Plan, make_plan
@@ -35,6 +36,8 @@ from vime.supervise.lifecycle import next_attempt, prepare
 from vime.supervise.process_tree import descendants
 from vime.supervise.processes import KILL_TIMEOUT
 
+ENDING = 10.0
+"""Seconds that the processes of an attempt with a final status get to end before the next one."""
 Process = subprocess.Popen[bytes]
 """submitit's controller of the job: the top of the run's processes."""
 
@@ -74,13 +77,22 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
     Raises UserError for a folder that holds no run, for a run that still goes on or is completed, and for overrides
     that do not fit.
     """
-    run = RunDir(path.absolute())
+    run = RunDir(path.resolve())
+    run.read_status()  # it is a run, before anything is written into it
+    with held(run):
+        config, job = _resubmit(run, overrides, supervisor)
+    wait = config.cluster.scheduler == "local" if wait is None else wait
+    return _attend(run, config, job, wait)
+
+
+def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) -> tuple[Config, Job[Any]]:
+    """The next attempt of a run that this process holds."""
     status = run.read_status()
     config = override_resolved(run.config, overrides)
     plan = make_plan(config)
     if status.state == "completed":
         raise UserError(f"{run.path} is completed: there is nothing to resume")
-    if not status.terminal and _alive(run, config, supervisor):
+    if _alive(run, config, supervisor, status, ENDING if status.terminal else 0.0):
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
     if overrides and newest_checkpoint(run):
         newest(run.checkpoints, config)  # a setting that must not change is refused before the old one is overwritten
@@ -89,14 +101,13 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
     attempt = next_attempt(run, status)
     run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
     run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
-    wait = config.cluster.scheduler == "local" if wait is None else wait
     try:
         job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
     except UserError:
         for file, content in before.items():  # nothing runs: the run is as it was
             write_atomic(file, content)
         raise
-    return _attend(run, config, job, wait)
+    return config, job
 
 
 def _executor(run: RunDir, config: Config, plan: Plan) -> VimeExecutor | DetachedLocalExecutor:
@@ -124,13 +135,33 @@ def launcher_role(run: RunDir, attempt: int) -> Role:
     return Role(run.path, "", 0, "launcher", attempt, "", 0, 1, "", Path())
 
 
-def _alive(run: RunDir, config: Config, supervisor: Sequence[str]) -> bool:
-    """Whether a run without a final status may still be running: on SLURM (no answer means that it may), or here."""
+def _alive(run: RunDir, config: Config, supervisor: Sequence[str], status: Status, patience: float) -> bool:
+    """Whether an attempt may still be running: on SLURM, where no answer means that it may, or here.
+
+    On SLURM a final status is believed. Here its processes count, which get `patience` seconds to end.
+    """
     if config.cluster.scheduler == "slurm":
         job = newest_job(run)
-        return job is not None and in_queue(job) is not False
-    commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-    return any(supervisor[-1] in command and str(run.path) in command for command in commands)
+        return not status.terminal and job is not None and in_queue(job) is not False
+    deadline = time.monotonic() + patience
+    while any(
+        _is_of(process.info["cmdline"] or [], run, supervisor[-1]) for process in psutil.process_iter(["cmdline"])
+    ):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _is_of(command: Sequence[str], run: RunDir, supervisor: str) -> bool:
+    """Whether a command line is that of a run's supervisor, or of submitit's controller or its job, by any path."""
+    if supervisor in command:
+        folder = run.path
+    elif any(word.startswith("submitit.") for word in command):
+        folder = run.submitit
+    else:
+        return False
+    return any(word.startswith("/") and Path(word).resolve() == folder for word in command)
 
 
 def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
@@ -138,6 +169,7 @@ def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
     from vime.report.progress import follow
 
     process: Process = job._process
+    attempt = run.read_status().attempt
     longest = stop_timeout + GRACE + 3 * KILL_TIMEOUT
     try:
         with ended_by_signals():
@@ -145,14 +177,14 @@ def stay(run: RunDir, job: LocalJob[Any], stop_timeout: float) -> Status:
             if not _settle(run, process, longest):
                 _kill(process)
     except KeyboardInterrupt:
-        _cancel(run, process, longest)
+        _cancel(run, process, longest, attempt)
     except BaseException:  # a launcher that cannot stay does not leave a run behind
-        _cancel(run, process, longest)
+        _cancel(run, process, longest, attempt)
         raise
-    return close(run, launcher_failure("supervisor", run.log("supervisor", 0, run.read_status().attempt)))
+    return close(run, launcher_failure("supervisor", run.log("supervisor", 0, attempt)), attempt)
 
 
-def _cancel(run: RunDir, process: Process, timeout: float) -> None:
+def _cancel(run: RunDir, process: Process, timeout: float, attempt: int) -> None:
     print("stopping the run", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C does not wait
         process.terminate()
@@ -160,7 +192,7 @@ def _cancel(run: RunDir, process: Process, timeout: float) -> None:
             return
     _kill(process)
     status = run.read_status()
-    if not status.terminal:
+    if status.attempt == attempt and not status.terminal:
         run.write_status(replace(status, state="cancelled", ended=utc_now()))
 
 

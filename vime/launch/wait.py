@@ -13,6 +13,7 @@ from typing import Any
 from submitit.core.core import Job
 
 from vime.run.directory import RunDir, Status, utc_now
+from vime.slurm.executor import newest_job
 from vime.slurm.scheduler import ENDED, ask, batch_log
 from vime.supervise.failure import launcher_failure
 from vime.supervise.guardian import close
@@ -36,6 +37,8 @@ def stay_on_slurm(run: RunDir, job: Job[Any]) -> Status:
     except KeyboardInterrupt:
         _cancel(run, job, watch)
     status = run.read_status()
+    if newest_job(run) != job.job_id:
+        return status  # it was resumed from elsewhere, and another job answers for it
     if status.state == "requeued" and watch.state in ENDED:
         run.write_status(replace(status, state="running"))  # what it waited for will not happen
     return close(run, launcher_failure("supervisor", batch_log(run, job.job_id)))
@@ -73,7 +76,7 @@ def _cancel(run: RunDir, job: Job[Any], watch: _Watch) -> None:
         while watch.alive() and time.monotonic() < deadline:
             time.sleep(0.2)
     status = run.read_status()
-    if not status.terminal:
+    if not status.terminal and newest_job(run) == job.job_id:
         run.write_status(replace(status, state="cancelled", ended=utc_now()))
 
 

@@ -81,7 +81,7 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
     if hopeless:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{hopeless}\n")
-        close(run, launcher_failure("supervisor", log))
+        close(run, launcher_failure("supervisor", log), status.attempt)
         raise RunEnded(f"{run.path}: {hopeless}")
     child = _start(run, [MOVED.get(word, word) for word in supervisor], log)
     code = child.wait()
@@ -91,7 +91,7 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
         raise RunEnded(f"{run.path}: a later attempt than {status.attempt} has begun elsewhere")
     failure = launcher_failure("supervisor", log, code if code >= 0 else None, signal_name(-code) if code < 0 else None)
     close(RunDir(run.path / "warmup"), failure)
-    status = close(run, failure)
+    status = close(run, failure, status.attempt)
     job = os.environ.get("SLURM_JOB_ID")
     if status.state == "requeued" and job and callable(requeue):
         # A job that does not run any more is ended by SLURM, which may have requeued it already.
@@ -101,7 +101,7 @@ def guard(run_path: str, supervisor: Sequence[str] = SUPERVISOR) -> str:
             with log.open("a") as output:
                 output.write(f"the job could not be requeued: {problem}\n")
             run.write_status(replace(status, state="running"))
-            status = close(run, launcher_failure("guardian", log))
+            status = close(run, launcher_failure("guardian", log), status.attempt)
     if status.state != "completed":
         raise RunEnded(f"{run.path} {status.state}" + (f": {status.failure.role}" if status.failure else ""))
     return status.state
@@ -140,16 +140,18 @@ def _avoid(job: str, nodes: Sequence[str]) -> None:
         time.sleep(0.5)
 
 
-def close(run: RunDir, failure: Failure) -> Status:
+def close(run: RunDir, failure: Failure, attempt: int | None = None) -> Status:
     """Record that a run whose processes are gone has failed, unless its status already says how it ended.
 
-    A failure that was recorded before is kept: it came first. Returns the status that holds now.
+    attempt: the one whose processes are gone; a later one is not ended with it. None: whichever there is. A failure
+    that was recorded before is kept: it came first. Returns the status that holds now.
     """
     try:
         status = run.read_status()
     except UserError:
         status = Status(state="pending")
-    if status.terminal or status.state == "requeued" or not run.path.exists():
+    later = attempt is not None and status.attempt != attempt
+    if later or status.terminal or status.state == "requeued" or not run.path.exists():
         return status
     closed = replace(status, state="failed", ended=utc_now(), failure=status.failure or failure)
     run.write_status(closed)
