@@ -17,6 +17,7 @@ from tests.buffer.made import connect
 from vime.buffer.control import MAX_FALSE, BatchMessage, Control, EngineAddress, EngineMessage, StopMessage
 from vime.buffer.seal import Seal
 from vime.errors import BadMessage, ControlLost, Unsigned, WaitTimeout
+from vime.training.heartbeat import Heartbeat
 from vime.training.inbox import Inbox
 
 CLIENT = "import sys; from tests.buffer.made import connect; c = connect(int(sys.argv[1])); "
@@ -315,12 +316,18 @@ def test_messages_of_strangers_are_passed_over_and_bounded(served: tuple[Control
         inbox.next("a batch")
 
 
-def test_heartbeats(served: tuple[Control, int]) -> None:
-    control, _ = served
-    assert control.last_beat("trainer", 1) is None
-    control.beat("trainer", 1)
-    first = control.last_beat("trainer", 1)
-    assert first == pytest.approx(time.time(), abs=5)
-    time.sleep(0.01)
-    control.beat("trainer", 1)
-    assert control.last_beat("trainer", 1) != first
+def test_signs_of_life_say_where_a_rank_stands(served: tuple[Control, int]) -> None:
+    control, port = served
+    assert control.beats("trainer", 2) == {}
+    heartbeat = Heartbeat(connect(port), 1, interval=0.05)
+    control.get("beat/trainer/1", 10, "a beat")
+    heartbeat.at("step 3")
+    deadline = time.monotonic() + 10
+    while control.beats("trainer", 2)[1].place != "step 3":
+        assert time.monotonic() < deadline
+    first = control.beats("trainer", 2)
+    assert list(first) == [1]
+    assert first[1].time == pytest.approx(time.time(), abs=5)
+    while control.beats("trainer", 2) == first:
+        assert time.monotonic() < deadline
+    heartbeat.close()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from vime.buffer.control import Beat
 from vime.config.cluster import Cluster, Slurm
 from vime.run.directory import RunDir, Status
 from vime.slurm.allocation import Allocation
 from vime.supervise.commands import Command
-from vime.supervise.failure import first_cause, stop_outcome, tail
+from vime.supervise.failure import SILENCE, describe_silent, first_cause, silent_ranks, stop_outcome, tail
 from vime.supervise.processes import End
 from vime.supervise.stop_signals import Stopped
 
@@ -71,3 +72,29 @@ def test_what_a_stop_signal_means(tmp_path: Path) -> None:
     assert state == "failed"
     assert failure is not None
     assert (failure.role, failure.exit_code, failure.signal) == ("guardian", None, None)
+
+
+def _beat(time: float, place: str = "the training of step 3") -> Beat:
+    return Beat(time=time, node=f"node-{time:g}", place=place, since=time - 7)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_to_blame_and_not_who_waited_for_it(tmp_path: Path) -> None:
+    (tmp_path / "trainer-0.log").write_text("gloo timed out\n")
+    (tmp_path / "trainer-2.log").write_text("its last words\n")
+    end = End(_end("trainer", 1.0).command, 1, None, "now", 1.0, tmp_path / "trainer-0.log")
+    beats = {0: _beat(1000.0), 1: _beat(991.0), 2: _beat(935.0, "the wait for a batch"), 3: _beat(950.0)}
+    assert silent_ranks(beats) == [2, 3]
+    failure = describe_silent(end, beats, lambda rank: tmp_path / f"trainer-{rank}.log")
+    assert failure is not None
+    assert (failure.role, failure.rank, failure.node, failure.exit_code) == ("trainer", 2, "node-935", None)
+    assert failure.tail == [
+        "trainer-2 on node-935 has given no sign of life for 65 s, nor have 1 others of 4: it stood at the wait for a"
+        " batch since 72 s. The other ranks: 2 at the training of step 3",
+        f"{end} meanwhile: gloo timed out",
+        "its last words",
+    ]
+    killed = End(end.command, None, "SIGKILL", "now", 1.0, end.log)
+    assert describe_silent(killed, beats, lambda rank: tmp_path) is None
+    slow = {rank: _beat(1000.0 - rank * SILENCE / 4) for rank in range(4)}
+    assert describe_silent(end, slow, lambda rank: tmp_path) is None
+    assert describe_silent(end, {}, lambda rank: tmp_path) is None

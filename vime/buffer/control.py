@@ -86,6 +86,17 @@ class StopMessage(_Value):
     reason: str
 
 
+class Beat(_Value):
+    """A rank's sign of life. Times are Unix times by the clock of its node."""
+
+    time: float
+    node: str
+    place: str
+    """Where it stands."""
+    since: float
+    """When it came there."""
+
+
 Message = Annotated[BatchMessage | EngineMessage | StopMessage, Field(discriminator="kind")]
 _MESSAGE: TypeAdapter[BatchMessage | EngineMessage | StopMessage] = TypeAdapter(Message)
 _T = TypeVar("_T")
@@ -310,15 +321,14 @@ class Control:
 
     # Heartbeats
 
-    def beat(self, role: str, rank: int) -> None:
-        """Say that rank `rank` of `role` is alive."""
-        self.put(f"beat/{role}/{rank}", time.time())
+    def beat(self, role: str, rank: int, beat: Beat) -> None:
+        """Say that rank `rank` of `role` is alive, and where it stands."""
+        self.put(f"beat/{role}/{rank}", beat.model_dump())
 
-    def last_beat(self, role: str, rank: int) -> float | None:
-        """Unix time of the last beat by the clock of that role's node: look for a change, not for an age."""
-        key = f"beat/{role}/{rank}"
-        value = self.try_get(key)
-        return None if value is None else _checked(key, float, value)
+    def beats(self, role: str, count: int) -> dict[int, Beat]:
+        """The last beat of each rank of `count` that ever beat. One question a rank: for when something is wrong."""
+        found = {rank: self.try_get(f"beat/{role}/{rank}") for rank in range(count)}
+        return {rank: _checked(f"beat/{role}/{rank}", Beat, beat) for rank, beat in found.items() if beat is not None}
 
     # A number that only grows. `name` holds the newest, and there is one key `name/<n>` a value, because a wait can
     # only be for a key to exist. The newest is set first: who waited for `name/<n>` must not read an older one.

@@ -78,6 +78,11 @@ class Config(Section):
         width = self.rollout.tensor_parallel
         return width // slots if self.cluster.scheduler == "slurm" and width > slots else 1
 
+    @property
+    def weights_backend(self) -> Literal["gloo", "nccl"]:
+        """The weight-transfer backend: `weights.backend`, or the device's own."""
+        return self.weights.backend or ("nccl" if self.cluster.device == "cuda" else "gloo")
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         if self.algorithm.routing_replay and self.algorithm.name == "sft":

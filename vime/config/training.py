@@ -124,8 +124,8 @@ class Training(Section):
 class Weights(Section):
     """How new weights reach the engines, and the proof that they arrived."""
 
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """vLLM weight-transfer backend: nccl on GPUs, gloo on CPUs."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """vLLM weight-transfer backend. null: nccl on GPUs, gloo on CPUs."""
     verify: bool = True
     """Compare each engine's logprobs of a probe sequence with the trainer's after every update."""
     tolerance: float = Field(1e-4, gt=0)

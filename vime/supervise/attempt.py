@@ -13,7 +13,7 @@ from typing import Any
 
 from vime.buffer.control import Control, StopMessage
 from vime.config import Cluster
-from vime.errors import UserError
+from vime.errors import BadMessage, ControlLost, UserError
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import Failure, RunDir, State, Status, utc_now
 from vime.run.jsonl import last_step
@@ -22,7 +22,7 @@ from vime.slurm.allocation import Allocation
 from vime.slurm.environment import srun_environment, without_job
 from vime.slurm.scheduler import job_states
 from vime.supervise.commands import Command
-from vime.supervise.failure import GRACE, describe, first_cause, stop_outcome
+from vime.supervise.failure import GRACE, describe, describe_silent, first_cause, stop_outcome
 from vime.supervise.lifeline import VARIABLE as LIFELINE
 from vime.supervise.lifeline import Lifeline
 from vime.supervise.processes import End, Processes, spawn
@@ -93,7 +93,7 @@ class Attempt:
             self._start_all(processes, status.attempt, lifeline)
             cause = self._watch(processes, status)
             state = "completed" if cause is None else "failed"
-            failure = None if cause is None else describe(cause)
+            failure = None if cause is None else self._failure(cause, control)
         except Stopped as stop:
             state, failure = self._stop(stop, control, processes)
         except Superseded:
@@ -118,6 +118,17 @@ class Attempt:
         self.run.write_status(status)
         self.run.append_event(self._supervisor, "run_ended", state=state)
         return status
+
+    def _failure(self, cause: End, control: Control) -> Failure:
+        """What is to blame for an end: itself, or a trainer rank that it waited for."""
+        ranks = max((command.world_size for command in self.commands if command.role == "trainer"), default=0)
+        try:
+            beats = control.beats("trainer", ranks)
+        except (ControlLost, BadMessage) as error:
+            print(f"{utc_now()} the signs of life cannot be read: {error}", flush=True)
+            beats = {}
+        attempt = self._supervisor.attempt
+        return describe_silent(cause, beats, lambda rank: self.run.log("trainer", rank, attempt)) or describe(cause)
 
     def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
         """What a request to stop leads to. USR2 gives the trainers time to save."""

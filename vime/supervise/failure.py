@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from vime.buffer.control import Beat
 from vime.config.cluster import Cluster
 from vime.run.directory import Failure, RunDir, State, node_name, utc_now
 from vime.slurm.allocation import Allocation
@@ -16,6 +18,8 @@ from vime.supervise.stop_signals import Stopped
 
 GRACE = 1.0
 """Seconds after the first unexpected end in which further ends are collected before one is named the cause."""
+SILENCE = 40.0
+"""Seconds without a sign of life, while others gave theirs, after which a rank does not answer: four beats missed."""
 TAIL_LINES = 40
 _TAIL_BYTES = 1 << 16
 
@@ -42,6 +46,34 @@ def describe(end: End) -> Failure:
         log=str(end.log),
         tail=tail(end.log),
     )
+
+
+def silent_ranks(beats: Mapping[int, Beat]) -> list[int]:
+    """The ranks that have given no sign of life for SILENCE seconds when others did, the longest silent first."""
+    newest = max((beat.time for beat in beats.values()), default=0.0)
+    return sorted((r for r, beat in beats.items() if newest - beat.time > SILENCE), key=lambda r: beats[r].time)
+
+
+def describe_silent(end: End, beats: Mapping[int, Beat], log: Callable[[int], Path]) -> Failure | None:
+    """The failure record of a trainer rank that does not answer, where `end` came of waiting for it; else None.
+
+    beats: of the trainers. log: where a rank of them writes. A process that was killed is a cause by itself.
+    """
+    silent = silent_ranks(beats)
+    if not silent or end.signal not in (None, "SIGABRT"):
+        return None
+    rank = silent[0]
+    beat, newest = beats[rank], max(other.time for other in beats.values())
+    others = f", nor have {len(silent) - 1} others of {len(beats)}" if len(silent) > 1 else ""
+    places = Counter(other.place for r, other in beats.items() if r not in silent)
+    stood = "; ".join(f"{count} at {place}" for place, count in places.most_common(3))
+    said = [
+        f"trainer-{rank} on {beat.node} has given no sign of life for {newest - beat.time:.0f} s{others}: it stood at"
+        f" {beat.place} since {newest - beat.since:.0f} s. The other ranks: {stood}",
+        f"{end} meanwhile: {next(iter(tail(end.log, 1)), 'without a word')}",
+    ]
+    own = log(rank)
+    return Failure("trainer", rank, beat.node, None, None, utc_now(), str(own), [*said, *tail(own, TAIL_LINES - 2)])
 
 
 def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal: str | None = None) -> Failure:

@@ -64,6 +64,7 @@ def enable() -> None:
     cuda.Stream = cuda.Event = _NoStream
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoStream()
     cuda.stream = lambda stream: nullcontext()
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
     for name in FACTORIES:

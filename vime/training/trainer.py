@@ -16,6 +16,7 @@ from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.run.directory import RunDir, utc_now
 from vime.run.role import Role, die_with_parent
+from vime.training.heartbeat import Heartbeat
 from vime.training.inbox import RANK_0_MARGIN, Inbox, TrainerMessage
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Trainer:
         self.config, self.role, self.run_dir, self.control = config, role, run, control
         self.first = role.rank == 0
         self._event("started")
+        self.heartbeat = Heartbeat(control.clone(), role.rank)
         parallel.initialize(config, PrefixStore("trainer", control.store), role.rank, role.world_size)
         self.learner: Learner = Learner(config, role.model)
         self.checkpoints: Checkpoints = Checkpoints(self.learner, run.checkpoints, config, role.attempt)
@@ -91,6 +93,7 @@ class Trainer:
             if self.step:
                 self.control.publish_consumed(self.step)  # who waits for an earlier attempt's batch waits for nothing
         if self.sync is not None:
+            self.heartbeat.at("the meeting with the engines")
             self.sync.connect()
         self._event("ready")
         self._publish()
@@ -109,15 +112,18 @@ class Trainer:
                 ended = self._train(manifest, waited, ended)
                 if self.config.training.save_interval and self.step % self.config.training.save_interval == 0:
                     self._save()
+        self.heartbeat.at("its end")
         if self.stop is None:
             self._finish()
         elif self.stop.save:
             self._save()
         parallel.shutdown()
+        self.heartbeat.close()
         self._event("stopped", step=self.step)
 
     def _resume(self) -> None:
         """Go on where the newest complete checkpoint ended."""
+        self.heartbeat.at("the loading of its checkpoint")
         loaded = self.checkpoints.load()
         self.step, self.cursor, self.saved = loaded.step, loaded.cursor, loaded.step
         for incomplete in loaded.incomplete:
@@ -136,6 +142,7 @@ class Trainer:
         """Save a checkpoint, and drop the batches that it covers."""
         if self.saved == self.step:
             return
+        self.heartbeat.at(f"the checkpoint of step {self.step}")
         saved = self.checkpoints.save(self.step, self.cursor)
         self.saved = self.step
         self._event("checkpoint_saved", **asdict(saved))
@@ -146,6 +153,7 @@ class Trainer:
         """The next message of the inbox, and the manifest when it announces a batch, on every rank."""
         from vime.training.collectives import broadcast_bytes
 
+        self.heartbeat.at(f"the wait for {what}")
         kind, body = b"", b""
         turn = f"decided/{self.decisions}"
         self.decisions += 1
@@ -168,6 +176,7 @@ class Trainer:
 
         if manifest.step != self.step + 1:
             raise RuntimeError(f"the batch of step {manifest.step} arrived when that of step {self.step + 1} was due")
+        self.heartbeat.at(f"the training of step {manifest.step}")
         started = time.monotonic()
         loaded = batch.load(manifest, self.reader, self.config, version=self.step, replay=self.learner.replay)
         metrics = self.learner.train(loaded)
@@ -202,6 +211,7 @@ class Trainer:
 
     def _publish(self) -> float:
         """Give the engines the current weights and say so; returns the seconds it took."""
+        self.heartbeat.at(f"the update of the engines to version {self.step}")
         started = time.monotonic()
         if self.sync is not None:
             update = self._update(self.sync)

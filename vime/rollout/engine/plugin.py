@@ -6,7 +6,7 @@ import os
 
 
 def register() -> None:
-    """Registers the weight-transfer backend `gloo` and ties this process's life to its parent's.
+    """Registers vime's weight-transfer backends and ties this process's life to its parent's.
 
     Called by every vLLM of an environment that vime is installed in, more than once in some processes. Outside a vime
     run (no VIME_ROLE) it does nothing.
@@ -20,3 +20,6 @@ def register() -> None:
     die_with_parent()
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", "vime.rollout.engine.gloo_receiver", "GlooTransferEngine")
+        # In the place of vLLM's own. `register_engine` refuses a name that is taken.
+        WeightTransferEngineFactory._registry.pop("nccl", None)
+        WeightTransferEngineFactory.register_engine("nccl", "vime.rollout.engine.nccl_receiver", "NcclTransferEngine")

@@ -94,7 +94,7 @@ def _engine_arguments(config: Config, model: Path, index: int, context: int) -> 
         "dtype": rollout.dtype,
         "max_model_len": context,
         "tensor_parallel_size": rollout.tensor_parallel,
-        "weight_transfer_config": {"backend": config.weights.backend},
+        "weight_transfer_config": {"backend": config.weights_backend},
         # Of the distribution that was sampled from, so that trainer and engine agree at any temperature.
         "logprobs_mode": "processed_logprobs",
         # A model's generation_config.json may set top_k or top_p, which would then hold for every request silently.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import requests
@@ -13,6 +14,8 @@ from vime.buffer.control import EngineAddress
 from vime.errors import WaitTimeout
 from vime.run.tokens import engine_token
 
+ONCE = frozenset({"init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"})
+"""Calls that must not be made twice: each goes over a connection of its own, which no server has closed meanwhile."""
 _T = TypeVar("_T")
 
 
@@ -146,15 +149,25 @@ class Fleet:
     def _call(
         self, address: EngineAddress, method: str, path: str, json: Any = None, params: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
+        request = partial(
+            self._request,
+            method,
+            f"{address.url}/{path}",
+            json=json,
+            params=params,
+            headers=self._headers[address.index],
+            timeout=self._timeout,
+        )
         try:
-            response = self._session.request(
-                method,
-                f"{address.url}/{path}",
-                json=json,
-                params=params,
-                headers=self._headers[address.index],
-                timeout=self._timeout,
-            )
+            try:
+                response = request(fresh=path in ONCE)
+            except requests.Timeout:
+                raise
+            except requests.ConnectionError:
+                if path in ONCE:
+                    raise
+                # A server that closes an idle connection does not say that it has ended.
+                response = request(fresh=True)
         except requests.Timeout as error:
             raise WaitTimeout(
                 f"waited {self._timeout:g} s for engine {address.index} at {address.url} to answer /{path}"
@@ -170,3 +183,11 @@ class Fleet:
             )
         answer = response.json() if response.content else {}
         return answer if isinstance(answer, dict) else {}
+
+    def _request(self, method: str, url: str, fresh: bool, **rest: Any) -> requests.Response:
+        """fresh: over a new connection."""
+        if not fresh:
+            return self._session.request(method, url, **rest)
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.request(method, url, **rest)

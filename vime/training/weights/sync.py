@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -63,8 +63,26 @@ class PolicySource(WeightSource):
         return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in self._exporter.metadata]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A collective over the leading ranks; only rank 0 sees tensors."""
-        yield from self._exporter  # type: ignore[misc]
+        """A collective over the leading ranks; only rank 0 sees tensors.
+
+        All is gathered on one stream of its own, and is complete when it is handed on: vLLM packs on several streams in
+        turn, and asks for the next tensor under any of them. A unit that began under one and went on under another
+        would be packed before it was there, and its memory given away while it was read.
+        """
+        torch.cuda.synchronize()  # what was trained is there, on whatever stream that was
+        gathering, gathered = torch.cuda.Stream(), torch.cuda.Event()
+        tensors = iter(self._exporter)
+        while True:
+            with torch.cuda.stream(gathering):
+                item = next(tensors, None)
+                gathered.record(gathering)
+            gathered.synchronize()
+            if item is None:
+                return
+            name, tensor = item
+            if tensor is not None:
+                tensor.record_stream(torch.cuda.current_stream())
+            yield name, tensor  # type: ignore[misc]
 
 
 class WeightSync:
@@ -76,7 +94,7 @@ class WeightSync:
         self._control = control
         self._learner = learner
         self._source = PolicySource(learner, torch_dtype(config.rollout.dtype)) if parallel.is_leading() else None
-        self._transfer: TrainerWeightTransferEngine[GlooTrainerInitInfo] | None = None
+        self._transfer: TrainerWeightTransferEngine[Any] | None = None
         self._fleet: Fleet | None = None
         self._connections = 0
         vocabulary = learner.policy[0].architecture.vocabulary
@@ -123,17 +141,16 @@ class WeightSync:
             self._fleet.close()
         self._transfer = self._fleet = None
 
-    def _open(self) -> TrainerWeightTransferEngine[GlooTrainerInitInfo]:
+    def _open(self) -> TrainerWeightTransferEngine[Any]:
         assert self._source is not None
         world_size = 1 + (self._fleet.world_size if self._fleet is not None else 0)
-        if self._config.weights.backend == "nccl":
-            return _open_nccl(self._role, world_size, self._fleet, self._source)
-        info = GlooTrainerInitInfo(
-            rank=self._role.rank,
-            master_address=self._role.host,
-            world_size=world_size,
-            timeout=self._config.weights.timeout,
-        )
+        rank, timeout = self._role.rank, self._config.weights.timeout
+        if self._config.weights_backend == "nccl":
+            from vime.training.weights.nccl_sender import NcclTrainerInitInfo, NcclTrainerTransfer
+
+            joining = NcclTrainerInitInfo(rank=rank, world_size=world_size, timeout=timeout)
+            return NcclTrainerTransfer.trainer_init(joining, client=self._fleet, source=self._source)  # type: ignore[arg-type]
+        info = GlooTrainerInitInfo(rank=rank, master_address=self._role.host, world_size=world_size, timeout=timeout)
         return GlooTrainerTransfer.trainer_init(info, client=self._fleet, source=self._source)  # type: ignore[arg-type]
 
     def _update(self, version: int) -> Update | None:
@@ -221,18 +238,6 @@ def check(difference: float, tolerance: float, where: str, version: int) -> None
             f"{where} does not serve version {version}: its logprobs of the probe differ from the trainer's by"
             f" {difference:.3g} on average, more than weights.tolerance={tolerance:g}"
         )
-
-
-def _open_nccl(role: Role, world_size: int, fleet: Fleet | None, source: WeightSource) -> TrainerWeightTransferEngine:  # type: ignore[type-arg]
-    """vLLM's own NCCL engine. It listens on a port number that it is told, so one is found just before."""
-    import socket
-
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-    with socket.create_server((role.host, 0)) as listener:
-        port = listener.getsockname()[1]
-    info = NCCLTrainerInitInfo(rank=role.rank, master_address=role.host, master_port=port, world_size=world_size)
-    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=fleet, source=source)  # type: ignore[arg-type]
 
 
 def _context(config: Config, learner: Learner) -> int:
