@@ -104,7 +104,7 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
     at_engine = {"Authorization": f"Bearer {engine_token(stack.role.token, 0)}"}
     at_router = {"Authorization": f"Bearer {router_token(stack.role.token)}"}
     async with (
-        RolloutClient(stack.router_url, stack.role.token, 60.0, 60.0) as client,
+        RolloutClient(stack.router_url, router_token(stack.role.token), 60.0, 60.0) as client,
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             trust_env=False,

@@ -22,6 +22,7 @@ from vime.config.compose import dump_resolved
 from vime.rollout.data.format import load_tokenizer
 from vime.rollout.data.sources import load_problems
 from vime.run.directory import RunDir
+from vime.run.tokens import engine_token
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +113,7 @@ def test_a_run_ahead_evaluates_each_due_version_once(
     The engine is its own teacher, which says of each token what the policy said that sampled it.
     """
     stack = engine_stack
-    monkeypatch.setenv(TEACHER_KEY, stack.role.token)
+    monkeypatch.setenv(TEACHER_KEY, engine_token(stack.role.token, 0))
     config = stack.config.model_copy(
         update={
             "algorithm": Algorithm(teacher=stack.engine_url),

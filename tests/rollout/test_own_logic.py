@@ -26,6 +26,7 @@ from vime.rollout.group import Generation, Tally, load_generate
 from vime.rollout.limits import Limits, read_limits
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Answer, Scorer
+from vime.run.tokens import router_token
 
 LOGIC = {
     "data": {"source": "my_logic:source", "format": "my_logic:render", "reward": "my_logic:score"},
@@ -303,7 +304,7 @@ def test_a_calculator_on_a_real_engine(my_logic: None, engine_stack: EngineStack
     module.generate = generate
     module.score = lambda response, metadata: float(metadata["calls"])
 
-    client = RolloutClient(stack.router_url, stack.role.token, 120, 30)
+    client = RolloutClient(stack.router_url, router_token(stack.role.token), 120, 30)
     parts = Parts(data, rollout, tokenizer, limits, client)
 
     async def run() -> list[Group]:

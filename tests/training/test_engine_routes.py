@@ -25,6 +25,7 @@ from vime.models.tiny import make_tiny
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.run.directory import RunDir
 from vime.run.role import Role
+from vime.run.tokens import engine_token
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +96,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Man
     role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", model)
     engine = start_role(role, "vime.rollout.engine.engine")
     try:
-        groups = generate(control.engine(0, STARTUP).url, role.token, found)
+        groups = generate(control.engine(0, STARTUP).url, engine_token(role.token, 0), found)
     finally:
         end_role(engine)
     chunks = run_dir.buffer / CHUNKS

@@ -19,6 +19,7 @@ from vime.config.algorithm import TEACHER_KEY
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.rollout.teacher import Teacher
+from vime.run.tokens import engine_token
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def test_a_real_engine_teaches_what_the_model_teaches(
     engine_stack: EngineStack, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = engine_stack
-    monkeypatch.setenv(TEACHER_KEY, stack.role.token)
+    monkeypatch.setenv(TEACHER_KEY, engine_token(stack.role.token, 0))
     # Random tokens that no engine sampled, some of them masked, of a policy that is another model.
     folder, served = tmp_path / "loaded", tmp_path / "served"
     served.mkdir()
@@ -94,7 +95,7 @@ def test_a_temperature_changes_nothing_about_the_logprobs_of_given_tokens(engine
 def test_a_real_engine_of_another_shape_is_refused(
     engine_stack: EngineStack, monkeypatch: pytest.MonkeyPatch, vocabulary: int, context: int, words: str
 ) -> None:
-    monkeypatch.setenv(TEACHER_KEY, engine_stack.role.token)
+    monkeypatch.setenv(TEACHER_KEY, engine_token(engine_stack.role.token, 0))
     with pytest.raises(UserError, match=words):
         check(engine_stack.engine_url, vocabulary, context)
 

@@ -14,7 +14,6 @@ from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.engine.version_ranges import VERSIONS
 from vime.rollout.http_client import BadResponse, RetryingClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
-from vime.run.tokens import router_token
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Completion:
 class RolloutClient(RetryingClient):
     """Asks the router at `url`. Use as an async context manager.
 
-    A server that does not answer (it may be restarting) is asked again for at most `patience` seconds.
+    token: the router's. A server that does not answer (it may be restarting) is asked again for at most `patience`
+    seconds.
     routing: the model's routers when every response must carry its routed experts.
     """
 
@@ -55,7 +55,7 @@ class RolloutClient(RetryingClient):
         self, url: str, token: str, request_timeout: float, patience: float, routing: Routing | None = None
     ) -> None:
         self._url = url + "/v1/completions"
-        super().__init__({"Authorization": f"Bearer {router_token(token)}"}, request_timeout, patience)
+        super().__init__({"Authorization": f"Bearer {token}"}, request_timeout, patience)
         self._routing = routing
 
     async def complete(

@@ -35,6 +35,7 @@ from vime.rollout.teacher import Teacher
 from vime.run.directory import RunDir
 from vime.run.jsonl import read_lines
 from vime.run.role import Role, die_with_parent
+from vime.run.tokens import router_token
 
 
 class Start(BaseModel):
@@ -97,7 +98,8 @@ class Generator:
         start = await asyncio.to_thread(read_start, control, startup)
         url = await asyncio.to_thread(control.router, startup)
         following = asyncio.create_task(self.served.follow(control.clone(), config.training.steps))
-        async with RolloutClient(url, self.role.token, config.rollout.request_timeout, startup, self.routing) as client:
+        token = router_token(self.role.token)
+        async with RolloutClient(url, token, config.rollout.request_timeout, startup, self.routing) as client:
             try:
                 await self._run(client, control, start, teacher)
             finally:

@@ -13,6 +13,7 @@ from tests.rollout.reference import logprobs
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.http_client import RequestRefused
 from vime.rollout.limits import read_limits
+from vime.run.tokens import engine_token, router_token
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,9 @@ def complete(
     async def ask() -> list[Completion]:
         limits = read_limits(stack.config.rollout, stack.model)
         sampling = Sampling(temperature, 1.0, limits.stop_token_ids)
-        async with RolloutClient(url or stack.router_url, stack.role.token, 120, patience=60) as client:
+        direct = url == stack.engine_url
+        token = engine_token(stack.role.token, 0) if direct else router_token(stack.role.token)
+        async with RolloutClient(url or stack.router_url, token, 120, patience=60) as client:
             return await client.complete(PROMPT, samples, 12, sampling, seed)
 
     return asyncio.run(ask())
@@ -60,7 +63,9 @@ def test_direct_and_routed_answers_are_equal(engine_stack: EngineStack) -> None:
 
 def test_a_refused_request_says_why(engine_stack: EngineStack) -> None:
     async def ask() -> None:
-        async with RolloutClient(engine_stack.router_url, engine_stack.role.token, 60, patience=5) as client:
+        async with RolloutClient(
+            engine_stack.router_url, router_token(engine_stack.role.token), 60, patience=5
+        ) as client:
             await client.complete(PROMPT, 1, 100_000, Sampling(1.0, 1.0, (259,)), None)
 
     with pytest.raises(RequestRefused, match="400"):
@@ -101,10 +106,10 @@ def test_every_router_route_but_health_needs_the_token(engine_stack: EngineStack
     ):
         for method in ("GET", "POST", "DELETE"):
             assert httpx.request(method, f"{url}/{path}").status_code == 401, (method, path)
-            assert httpx.request(method, f"{url}/{path}", headers=engine_stack.headers).status_code == 404, (
+            assert httpx.request(method, f"{url}/{path}", headers=engine_stack.router_headers).status_code == 404, (
                 method,
                 path,
             )
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 1}
     assert httpx.post(url + "/v1/completions", json=body).status_code == 401
-    assert httpx.post(url + "/v1/completions", json=body, headers=engine_stack.headers).status_code == 200
+    assert httpx.post(url + "/v1/completions", json=body, headers=engine_stack.router_headers).status_code == 200

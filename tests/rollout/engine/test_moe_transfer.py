@@ -26,6 +26,7 @@ from vime.models.tiny import make_tiny
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.run.directory import RunDir
 from vime.run.role import Role
+from vime.run.tokens import engine_token
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ class MoeEngine:
 
         async def ask() -> list[Completion]:
             found = routing(architecture(self.models[0]))
-            async with RolloutClient(self.url, self.token, 120, 60, found) as client:
+            async with RolloutClient(self.url, engine_token(self.token, 0), 120, 60, found) as client:
                 return await client.complete(prompt, samples, 16, Sampling(1.0, 1.0, (259,)), seed)
 
         return asyncio.run(ask())
@@ -138,7 +139,7 @@ def test_responses_that_an_update_comes_upon_have_all_their_routes(moe_engine: M
 
     async def generate(update: Callable[[Path, int], None]) -> list[list[Completion]]:
         found = routing(architecture(moe_engine.models[0]))
-        async with RolloutClient(moe_engine.url, moe_engine.token, 120, 60, found) as client:
+        async with RolloutClient(moe_engine.url, engine_token(moe_engine.token, 0), 120, 60, found) as client:
             jobs = [
                 asyncio.create_task(client.complete(prompt, 8, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
                 for i, prompt in enumerate(prompts)

@@ -17,6 +17,7 @@ from tests.rollout.sending import sending
 from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 from vime.rollout.client import Completion, RolloutClient, Sampling
+from vime.run.tokens import router_token
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: 
     models = {0: stack.model, 1: other, 2: stack.model}
 
     async def generate(update: Callable[[Path, int], None]) -> list[list[Completion]]:
-        async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
+        async with RolloutClient(stack.router_url, router_token(stack.role.token), 120, 30) as client:
             jobs = [
                 asyncio.create_task(client.complete(prompt, SAMPLES, 100, Sampling(1.0, 1.0, ()), seed=1000 * i))
                 for i, prompt in enumerate(PROMPTS)
@@ -77,7 +78,7 @@ def test_an_engine_stops_working_on_what_nobody_waits_for(engine_stack: EngineSt
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     async def run() -> tuple[float, float]:
-        async with RolloutClient(stack.router_url, stack.role.token, 120, 30) as client:
+        async with RolloutClient(stack.router_url, router_token(stack.role.token), 120, 30) as client:
             jobs = [
                 asyncio.create_task(client.complete(prompt, 64, 120, Sampling(1.0, 1.0, ()), seed=1 << 40 | i))
                 for i, prompt in enumerate(PROMPTS)

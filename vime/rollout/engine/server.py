@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +34,11 @@ SERVED_NAME = "policy"
 MIDDLEWARE = "vime.rollout.engine.middleware.EngineMiddleware"
 READY_PATH = "/weight_info"
 """Asked for readiness: guarded by the token, open at the gate, answered without a forward pass."""
+
+LONGEST_FOLDER = 50
+"""Characters of a temporary folder: vLLM adds 37 to it, and `mkdtemp` 14."""
+TRACKER_SECONDS = 2.0
+"""A resource tracker gets so long to clean up behind processes that were killed."""
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -174,18 +181,21 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     token: str
+    sockets: Path
+    """The folder of its Unix sockets, which it does not remove."""
 
     @classmethod
     def start(cls, command: list[str], environment: dict[str, str], url: str) -> Server:
         """Starts it in this process's group; it dies with this process."""
+        sockets = _socket_folder()
         process = subprocess.Popen(
             command,
-            env=environment,
+            env={**environment, "VLLM_RPC_BASE_PATH": str(sockets)},
             stdin=subprocess.DEVNULL,
             # The plugin asks for the same, but only once vLLM is imported, some ten seconds later.
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-        return cls(process, url, environment["VIME_ENGINE_TOKEN"])
+        return cls(process, url, environment["VIME_ENGINE_TOKEN"], sockets)
 
     def wait_ready(self, timeout: float, stopping: Callable[[], bool]) -> bool:
         """Waits until the server answers with the token.
@@ -213,18 +223,38 @@ class Server:
         """Ends the server and everything below this process: SIGTERM, `grace` seconds, SIGKILL.
 
         A vLLM whose API server was killed leaves its engine core behind; this process is their subreaper, so they are
-        found here.
+        found here. Python's resource trackers are killed last: they end by themselves when those they track have, and
+        remove the semaphores that those have left.
         """
         tree = psutil.Process().children(recursive=True)
         for process in tree:
             _signal(process.terminate)
         _, alive = psutil.wait_procs(tree, timeout=grace)
-        for process in alive + psutil.Process().children(recursive=True):
+        left = {*alive, *psutil.Process().children(recursive=True)}
+        trackers = {process for process in left if _tracks_resources(process)}
+        for process in left - trackers:
             _signal(process.kill)
-        _, alive = psutil.wait_procs(alive, timeout=10)
+        _, alive = psutil.wait_procs(list(left - trackers), timeout=10)
+        _, waiting = psutil.wait_procs(list(trackers), timeout=TRACKER_SECONDS)
+        for process in waiting:
+            _signal(process.kill)
         self.process.poll()
+        shutil.rmtree(self.sockets, ignore_errors=True)
         if alive:
             raise WaitTimeout(f"waited 10 s for vLLM's killed processes {[p.pid for p in alive]} to end")
+
+
+def _socket_folder() -> Path:
+    """A new private folder, of a name that leaves room for a socket's, which may have 107 characters in all."""
+    folder = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="vime-", dir=folder if len(folder) <= LONGEST_FOLDER else "/tmp"))
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _signal(send: Callable[[], None]) -> None:
