@@ -1,6 +1,7 @@
 # make run    make .venv when it is missing or outdated, then the tiny GRPO run on this machine
 # make test   the checks, slow ones included; make test-fast leaves those out
 # make lint   ruff (format too) and mypy
+# make chaos  what is done to runs, and what becomes of them: the table of faults and the kills of real roles
 # make bench  speed against limits measured in the same run
 # ARGS goes to the command: make run ARGS="training.steps=5", make test ARGS="tests/buffer -x"
 
@@ -15,7 +16,7 @@ DEV := requirements/dev.txt
 VENV_STAMP := $(VENV)/.made-$(call hash,$(LOCK))
 DEV_STAMP := $(VENV)/.dev-$(call hash,$(LOCK) $(DEV))
 
-.PHONY: run test test-fast lint bench venv dev
+.PHONY: run test test-fast lint chaos bench venv dev
 .NOTPARALLEL:
 
 run: venv
@@ -31,6 +32,10 @@ lint: dev
 	@$(PY) -m ruff check launch.py vime tests benchmarks
 	@$(PY) -m ruff format --check launch.py vime tests benchmarks
 	@$(PY) -m mypy
+
+chaos: dev
+	@$(PY) -m pytest -v tests/chaos tests/supervise/test_kill.py tests/supervise/test_real_kill.py \
+		tests/buffer/test_kills.py $(ARGS)
 
 bench: dev
 	@$(PY) -m benchmarks $(ARGS)

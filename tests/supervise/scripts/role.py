@@ -7,6 +7,8 @@ role.py stubborn              as serve, and ignore TERM
 role.py daemon                as serve, with a grandchild in a session of its own that listens on another port
 role.py pipe SECONDS CODE     exit CODE from a shell pipeline
 role.py export STEPS          write an export of that step (rank 0), exit 0
+role.py until FILE            as serve, then exit 0 once FILE is in the run's folder
+role.py flood MEGABYTES       print so much without an end of line, exit 1
 role.py follow FILE           exit 1 a moment after the process whose pid is in FILE is gone
 """
 
@@ -56,6 +58,15 @@ def main(what: str, arguments: list[str]) -> int:
         serve(NAME)
     elif what == "serve":
         serve(NAME)
+    elif what == "until":
+        report(NAME, 0)
+        while not (RUN / arguments[0]).exists():
+            time.sleep(0.02)
+    elif what == "flood":
+        report(NAME, 0)
+        for _ in range(int(arguments[0])):
+            os.write(1, b"x" * (1 << 20))
+        return 1
     elif what == "follow":
         report(NAME, 0)
         followed = RUN / "seen" / arguments[0]
