@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from vime.config.compose import ROOT, compose
 from vime.plan.plan import make_plan
 from vime.slurm.script import batch_command, sbatch_text
+from vime.supervise.commands import step_lines
 
 FOLDER = Path(__file__).parent
 PUBLISHED = ("qwen3_4b_grpo", "qwen3_30b_a3b_grpo", "glm45_air_grpo")
@@ -25,8 +27,10 @@ def submission(cluster: str, layout: str, recipe: str) -> str:
     """The text of one case, from a checkout in /opt/vime that keeps its runs in /lustre/runs."""
     config = compose(cluster, recipe, [f"launch.layout={layout}", "cluster.python=python", "run.root=/lustre/runs"])
     run_dir = config.run.root / f"{recipe}-1"
-    text = sbatch_text(config, make_plan(config), run_dir=run_dir, command=batch_command(config, run_dir))
-    return text.replace(str(ROOT), "/opt/vime")
+    plan = make_plan(config)
+    text = sbatch_text(config, plan, run_dir=run_dir, command=batch_command(config, run_dir))
+    steps = "".join(f"# {line}\n" for line in step_lines(config, plan))
+    return f"{text}\n{steps}".replace(str(ROOT), "/opt/vime").replace(sys.executable, "python")
 
 
 def texts() -> Iterator[tuple[Path, str]]:

@@ -141,21 +141,23 @@ def test_help_documents_every_key_of_a_section(tmp_path: Path) -> None:
     assert "usage:" in run(tmp_path, "--help").stdout
 
 
-def test_a_dry_run_of_a_slurm_job_ends_with_exactly_the_script(tmp_path: Path) -> None:
+def test_a_dry_run_of_a_slurm_job_ends_with_exactly_the_script_and_its_steps(tmp_path: Path) -> None:
     arguments = ("cluster=gb200", "recipe=glm45_air_grpo", "run.name=first", "run.root=/lustre/runs", "--dry-run")
     done = run(tmp_path, *arguments)
     assert done.returncode == 0
     data = json.loads(run(tmp_path, *arguments, "--json").stdout)
-    assert done.stdout.endswith("\n" + data["script"])
-    written = (LAUNCH.parent / "tests/golden/gb200-hetjob-glm45_air_grpo.sbatch").read_text()
-    assert data["script"].replace("/first", "/glm45_air_grpo-1").replace("=first", "=glm45_air_grpo-1") == (
-        written.replace("/opt/vime", str(LAUNCH.parent))
-    )
+    steps = "".join(f"# {step}\n" for step in data["steps"])
+    assert done.stdout.endswith(f"\n{data['script']}\n# What the batch step starts, one step a role:\n{steps}")
+    written = (LAUNCH.parent / "tests/golden/gb200-partitioned-glm45_air_grpo.sbatch").read_text()
+    assert f"{data['script']}\n{steps}".replace("/first", "/glm45_air_grpo-1").replace(
+        "=first", "=glm45_air_grpo-1"
+    ) == (written.replace("/opt/vime", str(LAUNCH.parent)))
     assert (data["gpu_hours"], data["node_hours"]) == (128, 32)
     assert len(data["engine_urls"]) == 8
     assert "128 GPU-hours at most" in done.stdout
     assert "http://rollout-3:<port>" in done.stdout
-    assert "launch.layout=partitioned" in "".join(data["warnings"])
+    assert data["warnings"] == []
+    assert "checkpoint 1.50 TB; to end a step and write it in 1100 s" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +178,7 @@ def test_a_dry_run_of_a_sweep_shows_every_combination(tmp_path: Path) -> None:
     assert all(row["start"] in row["script"] for row in rows)
     shown = run(tmp_path, "sweep=lr.yaml", "cluster=h200", "recipe=qwen3_4b_grpo", "--dry-run").stdout
     assert shown.count("learning_rate_2e-6-seed_") == 2
-    assert "#SBATCH hetjob" in shown
+    assert "# all nodes" in shown
 
 
 def test_waiting_is_asked_for_or_left_to_the_cluster() -> None:

@@ -12,7 +12,7 @@ from vime.launch.sweep.__main__ import main
 from vime.launch.sweep.array import prepare_task
 from vime.launch.sweep.file import read_sweep
 from vime.launch.sweep.submit import submit_sweep
-from vime.run.directory import RunDir
+from vime.run.directory import RunDir, Status
 
 SWEEP = "grid: {run.seed: [1, 2]}\nset: {training.steps: 2, rollout.prompts_per_step: 8, data.size: 500}\n"
 
@@ -77,9 +77,15 @@ def test_a_task_that_does_not_fit_its_allocation_says_so(
     assert f"{needs}; task 0 of this array submits it again" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"{needs}; use: sbatch --array=0-1 "):
         prepare_task(sweep, 1, job | {"SLURM_ARRAY_TASK_COUNT": "5"})
+    # The first task's combination is completed: it submits the array again for the others all the same.
+    done = RunDir(tmp_path / "runs" / sweep.name / sweep.combinations[0].name)
+    done.path.mkdir(parents=True)
+    done.write_status(Status(state="completed"))
+    with pytest.raises(UserError, match=r"combination 0 needs an allocation of 3 nodes, this one has 2; use: sbatch"):
+        prepare_task(sweep, 0, job | {"SLURM_ARRAY_TASK_COUNT": "5"})
+    assert not list(tmp_path.glob("runs/*/*/submission.sbatch"))
     with pytest.raises(UserError, match="task 2: the sweep has 2 combinations; use --array=0-1"):
         prepare_task(sweep, 2, job)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_task_that_slurm_starts_again_goes_on_with_its_run(file: Path, tmp_path: Path) -> None:

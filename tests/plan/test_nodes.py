@@ -24,9 +24,20 @@ def test_ranks_of_a_group_are_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "width", "right"),
-    [(4, 1, 4), (18, 1, 18), (36, 1, 18), (20, 1, 10), (19, 1, 1), (20, 2, 10), (28, 2, 14)],
+    [
+        (4, 1, 4),
+        (8, 2, 8),
+        (18, 1, 6),
+        (36, 1, 4),
+        (20, 1, 4),
+        (19, 1, 1),
+        (20, 2, 4),
+        (28, 2, 4),
+        (36, 6, 6),
+        (34, 1, 2),
+    ],
 )
-def test_a_segment_is_the_most_that_fits_a_rack_and_divides_the_nodes(nodes: int, width: int, right: int) -> None:
+def test_a_segment_is_all_of_few_nodes_and_few_of_many(nodes: int, width: int, right: int) -> None:
     assert segment(nodes, width) == right
 
 

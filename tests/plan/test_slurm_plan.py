@@ -74,7 +74,7 @@ def test_the_published_sizes() -> None:
 
 def test_where_ranks_and_engines_are() -> None:
     planned = plan("gb200", "glm45_air_grpo")
-    assert sizes(planned) == [("trainer", 4, 4, 4), ("rollout", 4, 2, 4)]
+    assert sizes(planned) == [("trainer", 4, 4, 8), ("rollout", 4, 2, 8)]
     trainer, engine, router = (planned.role(name) for name in ("trainer", "engine", "router"))
     assert trainer is not None
     assert engine is not None
@@ -122,11 +122,35 @@ def test_groups_that_leave_an_nvlink_domain_are_warned_about_with_the_speeds() -
 
 
 def test_a_heterogeneous_job_of_racks_is_warned_about_imex_and_offered_the_way_out() -> None:
-    [warning] = plan("gb200", "qwen3_4b_grpo").warnings
-    assert "switch/nvidia_imex" in warning
+    [warning] = plan("gb200", "qwen3_4b_grpo", "launch.layout=hetjob").warnings
+    assert "IMEX channel" in warning
+    assert "NCCL fails" in warning
     assert "launch.layout=partitioned" in warning
     assert plan("h200", "qwen3_4b_grpo").warnings == ()
-    assert plan("gb200", "qwen3_4b_grpo", "launch.layout=partitioned").warnings == ()
+    assert plan("gb200", "qwen3_4b_grpo").warnings == ()
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_one_allocation_unless_the_components_ask_for_different_nodes(cluster: str) -> None:
+    def layout(*overrides: str) -> str:
+        return plan(cluster, "qwen3_4b_grpo", *overrides).layout
+
+    assert layout() == "partitioned"
+    assert layout("cluster.slurm.trainer.partition=a", "cluster.slurm.rollout.partition=a") == "partitioned"
+    assert layout("cluster.slurm.trainer.partition=a") == "hetjob"
+    assert layout("cluster.slurm.rollout.constraint=h100") == "hetjob"
+    assert layout("cluster.slurm.rollout.constraint=h100", "launch.layout=partitioned") == "partitioned"
+
+
+def test_what_shares_experts_or_a_sequence_is_kept_near_by_its_whole_width() -> None:
+    wide = ("training.ranks=16", "training.tensor_parallel=2", "training.expert_parallel=8")
+    far = plan("h200", "qwen3_30b_a3b_grpo", *wide, "training.expert_tensor_parallel=2").warnings
+    assert any("training.expert_parallel=8 x expert_tensor_parallel=2 spans 2 nodes" in line for line in far)
+    sequence = ("training.ranks=16", "training.tensor_parallel=4", "training.context_parallel=4")
+    assert any(
+        "training.tensor_parallel=4 x context_parallel=4 spans 2 nodes" in line
+        for line in plan("h200", "qwen3_4b_grpo", *sequence).warnings
+    )
 
 
 def test_gpus_that_are_paid_for_and_idle_are_named() -> None:
@@ -151,9 +175,9 @@ def test_nodes_that_are_shared_are_asked_for_in_part() -> None:
         (("launch.rollout_nodes=1",), "4 engines of 2 slots fit on 2 to 4 nodes of 4 slots"),
         (("launch.rollout_nodes=5",), "4 engines of 2 slots fit on 2 to 4 nodes of 4 slots"),
         (("rollout.tensor_parallel=8", "launch.rollout_nodes=5"), "4 engines of 2 nodes each take 8 nodes"),
-        (("cluster.slurm.trainer.segment=3",), "segments of 3 nodes do not divide its 2 nodes; use launch.trainer"),
+        (("cluster.slurm.trainer.segment=3",), "segments of 3 nodes do not divide its 4 nodes; use launch.trainer"),
         (("cluster.slurm.rollout.segment=19",), "a segment of 19 nodes is more than the 18 of an NVLink domain"),
-        (("launch.time=4:00",), "the time limit of 240 s is not longer than cluster.slurm.signal_seconds=300"),
+        (("launch.time=4:00",), "the time limit of 240 s is not longer than cluster.slurm.signal_seconds=1200"),
         (("cluster.node.cpus=3",), "cluster.node.cpus=3 do not give each of 4 tasks of a node one"),
     ],
 )

@@ -45,14 +45,17 @@ def test_the_controller_is_asked_first_and_accounting_for_what_it_has_forgotten(
 
     def ask(command: list[str]) -> str | None:
         asked.append(command[0])
+        if command[0] == "squeue":
+            return "7 RUNNING\n9 PENDING\n"
         if command[0] == "scontrol":
-            return "JobId=7 JobName=x JobState=RUNNING Reason=None" if command[-1] == "7" else None
+            return "JobId=7 JobName=x JobState=RUNNING Reason=None"
         return "8+0|FAILED\n8+1|CANCELLED\n"
 
     monkeypatch.setattr(scheduler, "ask", ask)
     assert scheduler.job_states(["7", "8"], accounting=True) == {"7": "RUNNING", "8": "FAILED"}
-    assert asked == ["scontrol", "scontrol", "sacct"]
-    assert scheduler.job_states(["7", "8"]) == {"7": "RUNNING"}
+    # One question, however many jobs a sweep has.
+    assert asked == ["squeue", "sacct"]
+    assert scheduler.job_states(["7"]) == {"7": "RUNNING"}
 
 
 def test_a_job_asks_the_shared_watcher() -> None:

@@ -32,7 +32,7 @@ def test_a_submission_is_accepted(slurm_clusters: Clusters, case: tuple[str, str
 def processors(script: str) -> int:
     """CPUs that a submission asks for, over its components."""
     values = [
-        [int(value) for value in re.findall(rf"--{option}=(\d+)", script)]
+        [int(value) for value in re.findall(rf"#SBATCH --{option}=(\d+)", script)]
         for option in ("nodes", "ntasks-per-node", "cpus-per-task")
     ]
     return sum(math.prod(component) for component in zip(*values, strict=True))

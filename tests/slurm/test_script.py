@@ -23,7 +23,7 @@ def cluster(tmp_path: Path) -> Path:
     file = tmp_path / "mine.yaml"
     file.write_text(
         "name: mine\nscheduler: slurm\nnode: {slots: 1, cpus: 4}\n"
-        "slurm: {partition: all, trainer: {partition: train}, rollout: {partition: rollout}}\n"
+        "slurm: {allocation: {partition: all}, trainer: {partition: train}, rollout: {partition: rollout}}\n"
     )
     return file
 
@@ -58,13 +58,15 @@ def test_a_heterogeneous_job_repeats_what_slurm_resets_and_only_that(cluster: Pa
         "cluster.node.gpus=2",
         "cluster.slurm.segment=true",
         "cluster.slurm.trainer.extra=[--network=ib]",
-        "cluster.slurm.extra=['--licenses=scratch:1']",
+        "cluster.slurm.extra=['--licenses=scratch:1', '--hint=nomultithread', '-s']",
     ]
     script = text(cluster, *given, dependency="afterany:7")
     job, trainer, rollout = re.split(r"^#SBATCH hetjob$|^# trainer component$", script, flags=re.MULTILINE)
     assert {name for name, _ in options(job)} >= set(CARRIED) - {"gres"}
     assert ("exclude", "'n[1-2]'") in options(job)
     assert ("licenses", "scratch:1") in options(job)
+    assert not {"hint", "-s"} & {name for name, _ in options(job)}
+    assert [dict(options(part)).get("hint") for part in (trainer, rollout)] == ["nomultithread"] * 2
     for part in (trainer, rollout):
         names = [name for name, _ in options(part)]
         assert not set(names) & set(CARRIED)
@@ -104,10 +106,8 @@ def test_a_partitioned_job_is_one_allocation_in_the_partition_of_both(cluster: P
     script = text(cluster, "launch.layout=partitioned")
     assert "hetjob" not in script
     assert (dict(options(script))["partition"], dict(options(script))["nodes"]) == ("all", "3")
-    with pytest.raises(
-        UserError, match=r"trainer\.partition=train and cluster\.slurm\.rollout\.partition=rollout; set"
-    ):
-        text(cluster, "launch.layout=partitioned", "cluster.slurm.partition=")
+    with pytest.raises(UserError, match=r"trainer asks for partition=train and the rollout for partition=rollout; set"):
+        text(cluster, "launch.layout=partitioned", "cluster.slurm.allocation.partition=")
 
 
 def test_a_run_without_engines_is_one_component(cluster: Path) -> None:

@@ -15,6 +15,7 @@ from vime.config.compose import compose
 from vime.errors import WaitTimeout
 from vime.plan.plan import make_plan
 from vime.run.directory import RunDir
+from vime.supervise import lifeline
 from vime.supervise.lifecycle import prepare
 from vime.supervise.lifeline import Lifeline, hold
 from vime.supervise.step_rank import PREFIX
@@ -63,7 +64,6 @@ def test_a_rank_ends_with_its_lifeline_or_by_a_signal(run: RunDir, program: str,
     log = run.log("trainer", 1, 1)
     until(lambda: log.exists() and log.read_text().endswith("\n"), 30, "the role")
     pid = int(log.read_text())
-    lifeline.accept()
     if by == "lifeline":
         lifeline.close()
     else:
@@ -91,3 +91,15 @@ def test_a_supervisor_that_was_never_there_is_named() -> None:
     with pytest.raises(WaitTimeout, match=rf"the supervisor at {lifeline.address}"):
         hold(lifeline.address)
     assert time.monotonic() - began < 5
+
+
+def test_more_ranks_than_the_kernel_queues_hold_the_lifeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """somaxconn is 128 on older kernels: what nobody accepts is refused beyond it."""
+    monkeypatch.setattr(lifeline, "BACKLOG", 2)
+    monkeypatch.setattr(lifeline, "CONNECT_TIMEOUT", 2.0)
+    held = Lifeline("127.0.0.1")
+    ranks = [hold(held.address) for _ in range(20)]
+    held.close()
+    for rank in ranks:
+        rank.settimeout(5)
+        assert rank.recv(1) == b""

@@ -59,7 +59,11 @@ def test_a_step_of_a_heterogeneous_job_names_its_component_and_its_size() -> Non
     router = commands["router"].argv
     assert "--het-group=1" in router
     assert "--nodelist=rollout0" in router
-    assert "--cpus-per-task=1" in router
+    # All CPUs of its node, beside the engine's step; -c would confine it to the first of them.
+    assert "--cpu-bind=none" in router
+    assert not any(option.startswith("--cpus-per-task") for option in router)
+    assert commands["trainer"].environment["OMP_NUM_THREADS"] == "8"
+    assert commands["engine"].environment == {}
     assert [name for name, command in commands.items() if command.finishes] == ["trainer", "generator"]
 
 
@@ -86,6 +90,8 @@ def test_gpus_and_containers_of_a_step(tmp_path: Path) -> None:
     trainer = _commands(_config(*gpus, *pyxis, *sizes))["trainer"].argv
     assert "--gpus-per-node=4" in trainer
     assert "--distribution=plane=4" in trainer
+    # SLURM gives a step that does not ask all GPUs of the job.
+    assert "--gres=none" in _commands(_config(*gpus, *pyxis, *sizes))["generator"].argv
     assert f"--container-image={image}" in trainer
     [names] = [option for option in trainer if option.startswith("--container-env=")]
     assert {"VIME_RUN_TOKEN", "VIME_LIFELINE", "OMP_NUM_THREADS"} <= set(names.partition("=")[2].split(","))

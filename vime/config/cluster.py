@@ -87,7 +87,7 @@ class SlurmComponent(Section):
     nodelist: Line | None = None
     """Nodes that must be in the allocation, such as node[01-04]."""
     segment: int | None = Field(None, ge=1)
-    """Nodes placed together in one NVLink domain. Default: as many as fit and divide the component's nodes."""
+    """Nodes placed together in one NVLink domain. Default: as launch.segment."""
     extra: list[SbatchOption] = []
     """Further sbatch options of this component, such as --network=... ."""
 
@@ -102,13 +102,15 @@ class Slurm(Section):
     time: TimeLimit = "04:00:00"
     """Time limit of a job, in any of SLURM's forms. A recipe's launch.time wins."""
     partition: Line | None = None
-    """Partition of both components, and of the one allocation of launch.layout=partitioned."""
+    """Partition of both components."""
     constraint: Line | None = None
     """Node features, as partition."""
     trainer: SlurmComponent = SlurmComponent()
     """What the trainer's nodes ask for differently."""
     rollout: SlurmComponent = SlurmComponent()
     """What the rollout's nodes ask for differently."""
+    allocation: SlurmComponent = SlurmComponent()
+    """launch.layout=partitioned: what its one allocation asks for. Default: what both components ask for alike."""
     reservation: Line | None = None
     """Reservation to run in."""
     exclude: Line | None = None
@@ -132,9 +134,20 @@ class Slurm(Section):
     export: list[VariableName] = ["HOME", "USER", "LOGNAME", "LANG", "VIME_CACHE"]
     """Variables of the submitting shell that the job sees. Others come from the login shell, `setup`, `environment`."""
     extra: list[SbatchOption] = []
-    """Further sbatch options of the whole job, such as --licenses=scratch."""
+    """Further sbatch options of the job, such as --licenses=scratch. One that SLURM forgets at each component of a
+    heterogeneous job, such as --hint=nomultithread, is written for each."""
     srun: list[SbatchOption] = []
     """Further options of every srun."""
+
+    def asked(self, key: Literal["partition", "constraint", "nodelist"]) -> tuple[str | None, str | None]:
+        """What the trainer's nodes and the rollout's ask for, defaults included."""
+        default = getattr(self, key, None)
+        return getattr(self.trainer, key) or default, getattr(self.rollout, key) or default
+
+    @property
+    def components_differ(self) -> bool:
+        """Whether one allocation cannot hold both components."""
+        return any(len(set(self.asked(key))) > 1 for key in ("partition", "constraint", "nodelist"))
 
     @model_validator(mode="after")
     def _time_to_save(self) -> Slurm:

@@ -27,12 +27,15 @@ from vime.config.training import Demonstrations, Training, Weights
 class Launch(Section):
     """How a job on SLURM is laid out. A local cluster ignores it."""
 
-    layout: Literal["hetjob", "partitioned"] = "hetjob"
-    """hetjob: a heterogeneous job, trainer component 0 and rollout component 1. partitioned: one allocation, sliced."""
+    layout: Literal["auto", "hetjob", "partitioned"] = "auto"
+    """partitioned: one allocation, sliced. hetjob: a heterogeneous job, trainer component 0 and rollout component 1.
+    auto: partitioned, unless the components ask for different partitions, constraints or nodes."""
     trainer_nodes: int | None = Field(None, ge=1)
     """Nodes of the trainer. Default: as few as hold training.ranks."""
     rollout_nodes: int | None = Field(None, ge=1)
     """Nodes of the engines. Default: as few as hold rollout.engines."""
+    segment: int | None = Field(None, ge=1)
+    """Nodes of one --segment, where the cluster has it. Default: few that divide the nodes and part no group."""
     time: TimeLimit | None = None
     """Time limit of this job. Default: cluster.slurm.time."""
 

@@ -12,10 +12,12 @@ from rich.table import Table
 
 from vime.config import Config
 from vime.config.time_limit import text as time_text
-from vime.plan.memory import memory_of, parts_text
+from vime.plan.memory import checkpoint_gb, memory_of, parts_text
 from vime.plan.plan import Component, Plan, Process, RolePlan
 from vime.slurm.node_list import compress
 from vime.slurm.script import batch_command, sbatch_text
+from vime.supervise.attempt import save_time
+from vime.supervise.commands import step_lines
 
 PORT = "<port>"
 """Servers bind a free port and publish it; no plan knows it."""
@@ -26,7 +28,8 @@ MANY = 8
 def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
     """`config` and `plan` as a run would write them to config.yaml and plan.json; on SLURM also what is asked of it.
 
-    `memory_gb` is what the fullest trainer rank and one GPU of an engine take, `script` the submission, `gpu_hours` and
+    `memory_gb` is what the fullest trainer rank and one GPU of an engine take, `script` the submission, `steps` the
+    srun of each role, `gpu_hours` and
     `node_hours` what it may cost at most, `engine_urls` where the engines will answer, `warnings` what works badly.
     """
     data: dict[str, Any] = {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
@@ -45,6 +48,7 @@ def preview_data(config: Config, plan: Plan) -> dict[str, Any]:
         data["gpu_hours"] = plan.gpus * plan.time_limit / 3600
         data["node_hours"] = plan.nodes * plan.time_limit / 3600
         data["script"] = script(config, plan)
+        data["steps"] = step_lines(config, plan)
     return data
 
 
@@ -78,7 +82,9 @@ def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | 
     for line in [*_lines(config, plan), *(f"warning    {warning}" for warning in plan.warnings)]:
         console.print(line, markup=False, soft_wrap=True)
     if on_slurm:
-        print(f"\n{script(config, plan)}", end="")
+        print(f"\n{script(config, plan)}\n# What the batch step starts, one step a role:")
+        for line in step_lines(config, plan):
+            print(f"# {line}")
 
 
 def ranges(numbers: list[int]) -> str:
@@ -140,6 +146,19 @@ def _memory_lines(config: Config) -> list[str]:
     return lines
 
 
+def _checkpoint_line(config: Config, plan: Plan) -> list[str]:
+    """How fast the filesystem must be for the checkpoint that USR2 asks for before the time limit."""
+    size = checkpoint_gb(config)
+    if size is None or plan.time_limit is None:
+        return []
+    seconds = save_time(config.cluster)
+    amount = f"{size:.3g} GB" if size < 1000 else f"{size / 1000:.2f} TB"
+    return [
+        f"checkpoint {amount}; to end a step and write it in {seconds:.0f} s, before the time limit, takes over"
+        f" {size / seconds:.2g} GB/s (cluster.save_timeout, cluster.slurm.signal_seconds)"
+    ]
+
+
 def _request(plan: Plan, limit: int) -> str:
     hours = limit / 3600
     parts = ", ".join(_part(component) for component in plan.components)
@@ -184,5 +203,6 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         f" {training.dtype}",
         *([f"request    {_request(plan, plan.time_limit)}"] if plan.time_limit is not None else []),
         *_memory_lines(config),
+        *_checkpoint_line(config, plan),
         f"run        {config.run.root / (config.run.name or f'{plan.recipe}-<time>-<random>')}",
     ]

@@ -184,6 +184,15 @@ def memory_of(config: Config) -> tuple[TrainerMemory | None, EngineMemory | None
     return trainer_memory(config, shape), engine_memory(config, shape) if config.rollout.engines else None
 
 
+def checkpoint_gb(config: Config) -> float | None:
+    """A whole checkpoint: weights and optimizer state of each parameter once. None where the shape is not known."""
+    shape = shape_of(config.model)
+    if shape is None:
+        return None
+    each = _BYTES[config.training.dtype] + _MASTER[config.training.dtype] + _MOMENTS
+    return count(shape) * each * (1 + int(config.algorithm.name == "ppo")) / GB
+
+
 def memory_warnings(config: Config) -> list[str]:
     """What fits tightly. Raises UserError for what cannot fit. Knows only GPUs, and models whose shape is known."""
     trainer, engine = memory_of(config)

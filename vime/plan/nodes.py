@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vime.config import Config
+from vime.config import Config, Training
 from vime.errors import UserError
+
+WHOLE_SEGMENT, SMALL_SEGMENT, MAX_SEGMENT = 8, 4, 16
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,18 @@ def trainer_nodes(config: Config) -> NodeCount:
     per_node = ranks // nodes
     groups = [
         group
-        for name, width in (
-            ("tensor_parallel", training.tensor_parallel),
-            ("expert_parallel", training.expert_parallel),
-        )
-        if width > 1
-        for group in rank_groups(ranks, width, per_node, f"training.{name}={width}")
+        for names in (("tensor_parallel", "context_parallel"), ("expert_parallel", "expert_tensor_parallel"))
+        if (width := math.prod(getattr(training, name) for name in names)) > 1
+        for group in rank_groups(ranks, width, per_node, _product(training, names))
     ]
     return NodeCount("trainer", nodes, per_node, 1, 1, ranks, tuple(groups))
+
+
+def _product(training: Training, names: Sequence[str]) -> str:
+    """`training.expert_parallel=8 x expert_tensor_parallel=2`, without factors of 1."""
+    return "training." + " x ".join(
+        f"{name}={getattr(training, name)}" for name in names if getattr(training, name) > 1
+    )
 
 
 def rollout_nodes(config: Config) -> NodeCount:
@@ -113,7 +120,10 @@ def rank_groups(ranks: int, size: int, per_node: int, what: str) -> list[NodeGro
 def choose_segment(
     nodes: int, domain_nodes: int, groups: Sequence[NodeGroup], wanted: int | None, where: str, setting: str
 ) -> int:
-    """Nodes of one `--segment`: the most that one NVLink domain holds, that divide `nodes`, and that part no group.
+    """Nodes of one `--segment`: a number that divides `nodes`, parts no group and fits an NVLink domain.
+
+    All of up to WHOLE_SEGMENT nodes. Of more, few: the smallest from SMALL_SEGMENT on, at most MAX_SEGMENT, because a
+    rack with a tray down has nothing to give to a segment of all its trays.
 
     `wanted` is the site's own choice; `where` names the nodes and `setting` the number of them in messages. Raises
     UserError with the numbers when there is none.
@@ -138,7 +148,10 @@ def choose_segment(
             f"{where}: {nodes} nodes do not divide into segments of at most {domain_nodes} nodes (an NVLink domain)"
             f" that keep the {widest} nodes of {group.what} together; use {setting}={near}"
         )
-    return max(whole or fitting)
+    if not whole or (nodes in whole and nodes <= WHOLE_SEGMENT):
+        return max(whole or fitting)
+    small = [size for size in whole if size <= MAX_SEGMENT]
+    return min((size for size in small if size >= SMALL_SEGMENT), default=max(small, default=min(whole)))
 
 
 def parted(groups: Sequence[NodeGroup], segment: int) -> list[NodeGroup]:
@@ -158,15 +171,23 @@ def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[l
     warnings = []
     if layout == "hetjob":
         parts = [(str(count), f"launch.{count.name}_nodes", count.nodes, count.groups) for count in counts]
-        wanted = [own[count.name].segment for count in counts]
+        wanted = [config.launch.segment or own[count.name].segment for count in counts]
     else:
         shifted = [
             NodeGroup(tuple(node + sum(before.nodes for before in counts[:index]) for node in group.nodes), group.what)
             for index, count in enumerate(counts)
             for group in count.groups
         ]
-        parts = [("the allocation", "its nodes", sum(count.nodes for count in counts), tuple(shifted))]
-        wanted = [next((own[count.name].segment for count in counts if own[count.name].segment), None)]
+        parts = [
+            (
+                "the allocation",
+                "launch.trainer_nodes + launch.rollout_nodes",
+                sum(count.nodes for count in counts),
+                tuple(shifted),
+            )
+        ]
+        own_segments = (cluster.slurm.allocation.segment, *(own[count.name].segment for count in counts))
+        wanted = [config.launch.segment or next(filter(None, own_segments), None)]
     segments: list[int | None] = []
     for (where, setting, nodes, groups), choice in zip(parts, wanted, strict=True):
         on = cluster.slurm.segment
@@ -175,9 +196,9 @@ def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[l
         warnings += [_leaves_domain(config, group) for group in parted(groups, segment or 1)]
     if domain > 1 and layout == "hetjob":
         warnings.append(
-            "Slurm's switch/nvidia_imex gives one IMEX channel to a job record and knows nothing of heterogeneous"
-            " components: trainer and rollout nodes of one rack may not share NVLink memory, and weights then travel"
-            " over the network. launch.layout=partitioned takes both from one allocation"
+            "Slurm gives each component of a heterogeneous job an IMEX channel of its own, which the group that sends"
+            " weights would cross: where both components are in one rack, NCCL fails at the first update."
+            " launch.layout=partitioned takes both from one allocation; else set NCCL_MNNVL_ENABLE=0"
         )
     # A partitioned job has one segment for all of its slices.
     return segments * len(counts) if len(segments) < len(counts) else segments, list(dict.fromkeys(warnings))

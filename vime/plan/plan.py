@@ -7,6 +7,7 @@ node of the rollout component, whichever host that will be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
@@ -147,8 +148,7 @@ def _slurm_plan(config: Config) -> Plan:
         )
     # Without engines nothing needs nodes of its own: demonstrations are written on the trainer's first node.
     counts = [trainer_nodes(config), *([rollout_nodes(config)] if config.rollout.engines else [])]
-    # A single component is not heterogeneous.
-    layout: Literal["hetjob", "partitioned"] = config.launch.layout if len(counts) > 1 else "partitioned"
+    layout = _layout(config, counts)
     segments, warnings = segments_of(config, counts, layout)
     components = tuple(_component(config, count, segment) for count, segment in zip(counts, segments, strict=True))
     if layout == "partitioned":
@@ -174,6 +174,14 @@ def _slurm_plan(config: Config) -> Plan:
             *memory_warnings(config),
         ),
     )
+
+
+def _layout(config: Config, counts: Sequence[NodeCount]) -> Literal["hetjob", "partitioned"]:
+    if len(counts) == 1:
+        return "partitioned"  # a single component is not heterogeneous
+    if config.launch.layout == "auto":
+        return "hetjob" if config.cluster.slurm.components_differ else "partitioned"
+    return config.launch.layout
 
 
 def _roles(

@@ -34,6 +34,7 @@ from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
 from vime.run.directory import RunDir
 from vime.run.jsonl import read_lines
+from vime.run.network import allow_many_connections
 from vime.run.role import Role, die_with_parent
 from vime.run.tokens import router_token
 
@@ -216,6 +217,7 @@ def main() -> int:
     """Entry point of the role."""
     die_with_parent()
     role = Role.from_environment()
+    allow_many_connections()
     try:
         asyncio.run(Generator(role, load_resolved(RunDir(role.run_dir).config)).run())
     except UserError as error:

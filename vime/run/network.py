@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -65,3 +66,9 @@ def interface_address(name: str) -> str:
                 f" its interfaces are {there}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
+
+
+def allow_many_connections() -> None:
+    """Raise the soft limit of open files to the hard one: a login's is commonly 1024, and each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

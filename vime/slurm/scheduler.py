@@ -48,11 +48,16 @@ def job_states(job_ids: Sequence[str], accounting: bool = False) -> dict[str, st
     if not job_ids:
         return {}
     found = {}
-    for job in job_ids:
-        text = ask(["scontrol", "show", "job", "--oneliner", job])
+    if len(job_ids) == 1:
+        text = ask(["scontrol", "show", "job", "--oneliner", job_ids[0]])
         match = re.search(r"JobState=(\w+)", text or "")
         if match:
-            found[job] = match[1]
+            found[job_ids[0]] = match[1]
+    else:
+        # One question however many they are: a look at a sweep must not weigh on the controller.
+        rows = ask(["squeue", "--me", "-h", "--states=all", "-o", "%A %T"]) or ""
+        states = dict(row.split() for row in rows.splitlines() if len(row.split()) == 2)
+        found = {job: states[job] for job in job_ids if job in states}
     unknown = [job for job in job_ids if job not in found]
     if unknown and accounting:
         rows = ask(["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(unknown)]) or ""
@@ -143,7 +148,13 @@ def requeue_ending(job_id: str) -> str:
 
 
 def exclude_nodes(job_id: str, nodes: Sequence[str]) -> bool:
-    """Keep a pending job (all components) away from `nodes`. Returns whether SLURM accepted it."""
-    listed = ask(["squeue", "-h", "-j", job_id, "-o", "%A"]) or job_id
-    done = [ask(["scontrol", "update", f"JobId={part}", f"ExcNodeList={','.join(nodes)}"]) for part in listed.split()]
+    """Keep a pending job (all components) away from `nodes` too. Returns whether SLURM accepted it.
+
+    An update replaces the list that a job has: what is in it already, such as the site's own, is said again.
+    """
+    rows = (ask(["squeue", "-h", "-j", job_id, "-o", "%A %x"]) or job_id).splitlines()
+    done = []
+    for component, _, excluded in (row.strip().partition(" ") for row in rows):
+        there = [] if excluded in ("", "(null)") else [excluded]
+        done.append(ask(["scontrol", "update", f"JobId={component}", f"ExcNodeList={','.join([*there, *nodes])}"]))
     return bool(done) and all(answer is not None for answer in done)

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from vime.config import Config
 from vime.config.algorithm import TEACHER_KEY
@@ -19,6 +20,16 @@ from vime.config.time_limit import text as time_text
 from vime.errors import UserError
 from vime.plan.plan import Component, Plan
 
+Layout = Literal["hetjob", "partitioned", "single"]
+RESET = frozenset(
+    "constraint contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu distribution extra-node-info gpu-bind"
+    " gpu-freq gres gres-flags hint mem-bind mem-per-cpu mem-per-gpu mincpus network ntasks-per-core ntasks-per-"
+    " socket overcommit oversubscribe prefer resv-ports sockets-per-node spread-job switches thread-spec threads-"
+    " per-core tmp tres-bind umask use-min-nodes consolidate-segments spread-segments".split()
+)
+"""Options that sbatch forgets at `#SBATCH hetjob` (`reset_each_pass` in Slurm's slurm_opt.c) and every component needs.
+Those that a job needs once, such as --licenses and --mail-type, stay with its first component."""
+RESET_LETTERS = frozenset("CSmBOs")
 BATCH_LOG = "%j_0_log.out"
 """Output of the batch step in the run's submitit folder, by the name that submitit looks for."""
 
@@ -38,11 +49,11 @@ def sbatch_text(
     """
     sections = ["\n".join(_option(*item) for item in _job_options(config, plan, run_dir, dependency))]
     if plan.layout == "hetjob":
-        sections += ["\n#SBATCH hetjob\n".join(_lines(config, component) for component in plan.components)]
+        sections += ["\n#SBATCH hetjob\n".join(_lines(config, component, "hetjob") for component in plan.components)]
     elif len(plan.components) == 1:
-        sections += [_lines(config, plan.components[0])]
+        sections += [_lines(config, plan.components[0], "single")]
     else:
-        sections += [_lines(config, _whole(config, plan), partitioned=True)]
+        sections += [_lines(config, _whole(config, plan), "partitioned")]
     return "\n".join(["#!/bin/bash -l", *sections, "", *_body(config.cluster, command), ""])
 
 
@@ -74,17 +85,18 @@ def _job_options(config: Config, plan: Plan, run_dir: Path, dependency: str | No
     key = [TEACHER_KEY] if config.algorithm.teacher_url is not None else []
     yield "export", ",".join(dict.fromkeys([*slurm.export, *key])) or "NIL"
     for option in slurm.extra:
-        yield option, None
+        if plan.layout != "hetjob" or not _is_reset(option):
+            yield option, None
 
 
-def _lines(config: Config, component: Component, partitioned: bool = False) -> str:
-    title = "# all nodes" if partitioned else f"# {component.name} component"
-    return "\n".join([title, *(_option(*item) for item in _component_options(config, component, partitioned))])
+def _lines(config: Config, component: Component, layout: Layout) -> str:
+    title = "# all nodes" if layout == "partitioned" else f"# {component.name} component"
+    return "\n".join([title, *(_option(*item) for item in _component_options(config, component, layout))])
 
 
-def _component_options(config: Config, component: Component, partitioned: bool) -> Iterator[tuple[str, str | None]]:
+def _component_options(config: Config, component: Component, layout: Layout) -> Iterator[tuple[str, str | None]]:
     slurm = config.cluster.slurm
-    own = _shared(config) if partitioned else getattr(slurm, component.name)
+    own = _shared(config) if layout == "partitioned" else getattr(slurm, component.name)
     for name, value in (
         ("partition", own.partition or slurm.partition),
         ("constraint", own.constraint or slurm.constraint),
@@ -102,25 +114,31 @@ def _component_options(config: Config, component: Component, partitioned: bool) 
         yield "segment", str(component.segment)
     if slurm.exclusive:
         yield "exclusive", None
-    for option in own.extra:
+    repeated = [option for option in slurm.extra if _is_reset(option)] if layout == "hetjob" else []
+    for option in [*repeated, *own.extra]:
         yield option, None
+
+
+def _is_reset(option: str) -> bool:
+    name = option.partition("=")[0]
+    return name.removeprefix("--") in RESET if name.startswith("--") else name[1:2] in RESET_LETTERS
 
 
 def _shared(config: Config) -> SlurmComponent:
     """What both components ask of one allocation. Raises UserError where they ask for different things."""
     slurm = config.cluster.slurm
     asked: dict[str, str | None] = {}
-    for key in ("partition", "constraint", "nodelist"):
-        default = getattr(slurm, key, None)
-        values = {getattr(slurm.trainer, key), getattr(slurm.rollout, key)}
-        if default is None and len(values) > 1:
+    keys: tuple[Literal["partition", "constraint", "nodelist"], ...] = ("partition", "constraint", "nodelist")
+    for key in keys:
+        trainer, rollout = slurm.asked(key)
+        if trainer != rollout and getattr(slurm.allocation, key) is None:
             raise UserError(
-                f"launch.layout=partitioned is one allocation, but cluster.slurm.trainer.{key}="
-                f"{getattr(slurm.trainer, key)} and cluster.slurm.rollout.{key}={getattr(slurm.rollout, key)}"
-                + ("" if key == "nodelist" else f"; set cluster.slurm.{key} to what holds the nodes of both")
+                f"launch.layout=partitioned is one allocation, but the trainer asks for {key}={trainer} and the rollout"
+                f" for {key}={rollout}; set cluster.slurm.allocation.{key} to what holds the nodes of both, or use"
+                " launch.layout=hetjob"
             )
-        asked[key] = default or next(iter(values))
-    extra = list(dict.fromkeys([*slurm.trainer.extra, *slurm.rollout.extra]))
+        asked[key] = getattr(slurm.allocation, key) or trainer
+    extra = list(dict.fromkeys([*slurm.trainer.extra, *slurm.rollout.extra, *slurm.allocation.extra]))
     return SlurmComponent(**asked, extra=extra)  # type: ignore[arg-type]
 
 

@@ -18,9 +18,19 @@ def python_of(cluster: Cluster) -> str:
 
 
 def step_options(
-    config: Config, plan: Plan, component: Component, hosts: list[str], tasks: int, each: int, cpus: int, name: str
+    config: Config,
+    plan: Plan,
+    component: Component,
+    hosts: list[str],
+    tasks: int,
+    each: int,
+    cpus: int | None,
+    name: str,
 ) -> list[str]:
-    """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers."""
+    """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers.
+
+    cpus: of each task, which are then its own; None for all CPUs of the node, shared with other steps.
+    """
     group = [f"--het-group={plan.components.index(component)}"] if plan.layout == "hetjob" else []
     return [
         "srun",
@@ -31,8 +41,9 @@ def step_options(
         f"--ntasks={tasks}",
         # Fills one node after the other, as the plan does; `block` would balance them.
         f"--distribution=plane={each}",
-        # 22.05 stopped handing down the job's own.
-        f"--cpus-per-task={cpus}",
+        # 22.05 stopped handing down the job's own. The option implies --exact: a step without GPUs would get the first
+        # cores whatever else runs there, so it leaves the option out and binds nothing.
+        *([f"--cpus-per-task={cpus}"] if cpus is not None else ["--cpu-bind=none"]),
         # Steps of one node share it: engine, router and generator, and an idle rank's memory.
         "--overlap",
         "--mem=0",
@@ -45,9 +56,14 @@ def step_options(
 
 
 def gpu_option(cluster: Cluster, count: int) -> list[str]:
-    """How a step asks for `count` GPUs of each node; nothing where the site has no such option."""
-    if not count or cluster.device != "cuda" or cluster.slurm.gpus == "none":
+    """How a step asks for `count` GPUs of each node; nothing where the site has no such option.
+
+    0 has to be said: SLURM gives a step that does not ask all GPUs of the job, whatever CUDA_VISIBLE_DEVICES was.
+    """
+    if cluster.device != "cuda" or cluster.slurm.gpus == "none":
         return []
+    if not count:
+        return ["--gres=none"]
     named = f"{cluster.slurm.gpu_type}:{count}" if cluster.slurm.gpu_type else str(count)
     return [f"--gpus-per-node={named}" if cluster.slurm.gpus == "gpus-per-node" else f"--gres=gpu:{named}"]
 

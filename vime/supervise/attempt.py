@@ -21,6 +21,7 @@ from vime.run.role import Role
 from vime.slurm.allocation import Allocation
 from vime.slurm.environment import srun_environment, without_job
 from vime.slurm.scheduler import job_states
+from vime.slurm.srun import THREADS
 from vime.supervise.commands import Command
 from vime.supervise.failure import GRACE, describe, describe_silent, first_cause, stop_outcome
 from vime.supervise.lifeline import VARIABLE as LIFELINE
@@ -183,8 +184,10 @@ class Attempt:
             host=command.host,
         )
         network = {"GLOO_SOCKET_IFNAME": self.cluster.interface, "NCCL_SOCKET_IFNAME": self.cluster.interface}
+        # How many threads a role has is the plan's to say, not the login shell's.
+        inherited = {name: value for name, value in without_job(os.environ).items() if name not in THREADS}
         return {
-            **without_job(os.environ),
+            **inherited,
             "PYTHONUNBUFFERED": "1",  # a log must hold what was printed before a kill
             **network,
             **command.environment,
@@ -195,8 +198,9 @@ class Attempt:
     def _step_environment(self, command: Command, lifeline: Lifeline) -> dict[str, str]:
         """As `_environment` for an srun: what differs between ranks and nodes is found out there."""
         environment = {**srun_environment(os.environ), **self._environment(command)}
-        for name in ("VIME_RANK", "VIME_WORLD_SIZE", "VIME_HOST"):
-            del environment[name]
+        threads = [name for name in THREADS if name not in {**command.environment, **self.cluster.environment}]
+        for name in ("VIME_RANK", "VIME_WORLD_SIZE", "VIME_HOST", *threads):
+            environment.pop(name, None)
         return {
             **environment,
             LIFELINE: lifeline.address,

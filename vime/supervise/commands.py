@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +82,9 @@ def _computing(config: Config, role: RoleName) -> int | None:
 
 
 COMPUTING = ("trainer", "engine")
-"""Roles that get their component's CPUs and GPUs. The others share a node with them."""
+"""Roles that get their component's CPUs and GPUs. The others share a node with them: all its CPUs, none of its GPUs."""
+MAX_THREADS = 16
+"""Threads of a trainer rank: more gain nothing and, on nodes with 144 cores, only wait for each other."""
 
 
 def step_commands(
@@ -95,10 +98,6 @@ def step_commands(
         component = next(part for part in plan.components if part.name == role.component)
         python = python_of(config.cluster)
         program = (programs or {}).get(role.name) or (python, "-m", role.module)
-        cpus = component.cpus_per_task if role.name in COMPUTING else 1
-        environment = {name: str(cpus) for name in THREADS}
-        if role.name not in COMPUTING:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
         commands.append(
             Command(
                 role=role.name,
@@ -111,10 +110,23 @@ def step_commands(
                     *program,
                 ),
                 finishes=role.name in FINISHES,
-                environment=environment,
+                environment=_step_threads(role.name, component.cpus_per_task),
             )
         )
     return commands
+
+
+def step_lines(config: Config, plan: Plan) -> list[str]:
+    """The srun of each role as the supervisor will start it, with the plan's names where hosts will be."""
+    hosts: dict[str, tuple[str, ...]] = {component.name: component.nodes for component in plan.components}
+    return [shlex.join(command.argv) for command in step_commands(config, plan, Allocation("<job>", hosts))]
+
+
+def _step_threads(role: RoleName, cpus: int) -> dict[str, str]:
+    """Threads of a rank. An engine's are not set: then vLLM divides the cores among its workers by itself."""
+    if role == "engine":
+        return {}
+    return {name: str(min(cpus, MAX_THREADS) if role == "trainer" else 1) for name in THREADS}
 
 
 def srun(config: Config, plan: Plan, component: Component, allocation: Allocation, role: RolePlan) -> list[str]:
@@ -123,6 +135,6 @@ def srun(config: Config, plan: Plan, component: Component, allocation: Allocatio
     hosts = [allocation.hosts[component.name][component.nodes.index(node)] for node in used]
     computing = role.name in COMPUTING
     each = max(sum(process.node == node for process in role.processes) for node in used)
-    cpus = component.cpus_per_task if computing else 1
-    gpus = gpu_option(config.cluster, component.gpus_per_node) if computing else []
+    cpus = component.cpus_per_task if computing else None
+    gpus = gpu_option(config.cluster, component.gpus_per_node if computing else 0)
     return [*step_options(config, plan, component, hosts, len(role.processes), each, cpus, role.name), *gpus]

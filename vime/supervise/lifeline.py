@@ -9,35 +9,41 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 
 from vime.errors import WaitTimeout
+from vime.run.network import allow_many_connections
 
 VARIABLE = "VIME_LIFELINE"
 """host:port of the supervisor's end."""
 BACKLOG = 4096
+"""Connections that may wait to be accepted. The kernel cuts it to net.core.somaxconn, which may be 128."""
 CONNECT_TIMEOUT = 60.0
 _IDLE_S, _INTERVAL_S, _PROBES = 10, 5, 3
 
 
 class Lifeline:
-    """The supervisor's end."""
+    """The supervisor's end. A thread accepts for as long as the run goes on: a rank may start at any time."""
 
     def __init__(self, host: str) -> None:
+        allow_many_connections()
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
-        self._listener.setblocking(False)
         self._held: list[socket.socket] = []
         self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, name="lifeline", daemon=True)
+        self._accepting.start()
 
-    def accept(self) -> None:
-        """Take the connections that wait. One that waits still holds: this only empties the queue."""
-        with contextlib.suppress(BlockingIOError):
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener is closed
             while True:
                 connection, _ = self._listener.accept()
                 self._held.append(connection)
 
     def close(self) -> None:
         """Tell every wrapper to end its role."""
-        self.accept()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._accepting.join(CONNECT_TIMEOUT)
         self._listener.close()
         for connection in self._held:
             with contextlib.suppress(OSError):

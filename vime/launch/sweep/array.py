@@ -73,7 +73,10 @@ def prepare_task(sweep: Sweep, index: int, environ: Mapping[str, str], arguments
     run = member.slot.run
     if run is not None and member.slot.state != "completed" and newest_job(run) == job and not lacking:
         return run.submission
-    if not member.due:
+    first = environ.get("SLURM_ARRAY_TASK_MIN") == str(index)
+    # The first task submits the array again for the others too, also where its own combination is done.
+    others = lacking and first and any(other.due for other in members(sweep, LAYOUT))
+    if not member.due and not others:
         print(f"combination {index} is completed, or goes on in another job", file=sys.stderr)
         return None
     if lacking:

@@ -56,7 +56,7 @@ class Alive:
         if job is None:
             return True
         if not self._asked:
-            self._asked, answer = True, ask(["squeue", "-h", "-o", "%A"])
+            self._asked, answer = True, ask(["squeue", "--me", "-h", "-o", "%A"])
             self._jobs = None if answer is None else set(answer.split())
         return self._jobs is None or job in self._jobs
 

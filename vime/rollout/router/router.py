@@ -22,7 +22,7 @@ from vime.rollout.router.proxy import Proxy
 from vime.rollout.router.socket_key import lock_ports, new_key
 from vime.rollout.router.vllm_router import LOOPBACK, router_settings
 from vime.run.directory import RunDir
-from vime.run.network import ReservedPort, http_url, reserve_port
+from vime.run.network import ReservedPort, allow_many_connections, http_url, reserve_port
 from vime.run.role import Role, die_with_parent
 
 WATCH_SECONDS = 1.0
@@ -148,6 +148,7 @@ def main() -> int:
     """Entry point of the role."""
     die_with_parent()
     role = Role.from_environment()
+    allow_many_connections()  # vllm-router inherits it
     try:
         return asyncio.run(serve(role, load_resolved(RunDir(role.run_dir).config)))
     except UserError as error:
