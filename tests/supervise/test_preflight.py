@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vime.supervise import preflight_node
-from vime.supervise.preflight import NodeProblem, skewed, unequal
+from vime.supervise.preflight import NodeProblem, shared_fault, skewed, unequal
 from vime.supervise.preflight_node import NodeReport, look, read_node_report
 from vime.supervise.step_rank import INTERFACE
 
@@ -44,8 +44,11 @@ def test_what_is_wrong_with_a_node_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(preflight_node, "FILE_TIMEOUT", 0.3)
     environ = _environ(tmp_path, "gpus,files,ports", **{preflight_node.GPUS: "4", "PATH": "", INTERFACE: "nope0"})
     monkeypatch.setenv("PATH", str(tmp_path))
-    gpus, files, ports = look(environ).problems
-    assert gpus == "gpus: nvidia-smi does not answer; 4 GPUs are wanted"
+    files, ports = look(environ).problems
+    assert look(environ).unchecked == ["gpus: nvidia-smi is not there"]
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert look(environ).problems[0] == "gpus: nvidia-smi does not answer; 4 GPUs are wanted"
     assert files.endswith("supervisor.txt, which the supervisor wrote, did not show within 0.3 s")
     assert "cluster.interface=nope0 has no IPv4 address" in ports
 
@@ -78,7 +81,7 @@ def test_gpus_that_are_missing_or_taken_and_links_that_are_down(
 
 def test_the_node_that_differs_is_named() -> None:
     reports = {
-        name: NodeReport(name, [], {"torch": version, **extra})
+        name: NodeReport(name, [], [], {"torch": version, **extra})
         for name, version, extra in (("a", "2.1", {}), ("b", "2.1", {}), ("c", "2.0", {"vllm": "1"}))
     }
     assert unequal(reports) == [
@@ -89,3 +92,21 @@ def test_the_node_that_differs_is_named() -> None:
         NodeProblem("b", "clock: 70 s ahead of the supervisor's node"),
         NodeProblem("c", "clock: 40 s behind the supervisor's node"),
     ]
+
+
+HOSTS = {"trainer": ("t0", "t1", "t2", "t3"), "rollout": ("r0",)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fault"),
+    [
+        (("t0", "t2", "t3"), "3 of 4 nodes of the trainer component: ports: eth0 has no IPv4 address on t0"),
+        (("t0", "t1", "t2", "r0"), "3 of 4 nodes of the trainer component: ports: eth0 has no IPv4 address on t0"),
+        (("t0", "t1"), None),
+        (("r0",), None),
+        (("t0", "t1", "r0"), "3 of 5 nodes of the job: ports: eth0 has no IPv4 address on t0"),
+    ],
+)
+def test_what_most_nodes_have_wrong_is_the_run_s(nodes: tuple[str, ...], fault: str | None) -> None:
+    problems = [NodeProblem(node, f"ports: eth0 has no IPv4 address on {node}") for node in nodes]
+    assert shared_fault([*problems, NodeProblem("t1", "clock: 40 s behind")], HOSTS) == fault

@@ -201,7 +201,9 @@ class Preflight(Section):
     """gpus: present and free of other processes. nvlink: NVLink and IMEX are up. files: the run directory shows both
     ways. ports: can be bound. versions: packages are equal everywhere. clock: is equal everywhere. []: no check."""
     timeout: float = Field(180.0, gt=0)
-    """Seconds that the checks may take on all nodes."""
+    """Seconds that the checks may take on all nodes, outside of a container."""
+    container_timeout: float = Field(900.0, gt=0)
+    """Seconds that those in the container may take after that: an image of 30 GB may have to be unpacked first."""
     clock_skew: float = Field(10.0, gt=0)
     """Seconds that a node's clock may differ from the supervisor's."""
 

@@ -26,10 +26,13 @@ def step_options(
     each: int,
     cpus: int | None,
     name: str,
+    *,
+    contained: bool = True,
 ) -> list[str]:
     """srun and the options that place `tasks` tasks on `hosts`, `each` a node in the order of their numbers.
 
-    cpus: of each task, which are then its own; None for all CPUs of the node, shared with other steps.
+    cpus: of each task, which are then its own; None for all CPUs of the node, shared with other steps. contained:
+    whether the tasks run in the cluster's container.
     """
     group = [f"--het-group={plan.components.index(component)}"] if plan.layout == "hetjob" else []
     return [
@@ -51,7 +54,7 @@ def step_options(
         "--kill-on-bad-exit=1",
         "--input=none",
         *config.cluster.slurm.srun,
-        *pyxis_options(config),
+        *(pyxis_options(config) if contained else []),
     ]
 
 

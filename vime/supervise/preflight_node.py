@@ -1,14 +1,15 @@
 """Checks of one node before roles start there.
 
-`python -m vime.supervise.preflight_node` is a task on each node, in the container. Each check is bounded. A node prints
-one line: what it found wrong, and the facts that must be equal on all nodes. The supervisor compares those
-(`vime.supervise.preflight`).
+`python -m vime.supervise.preflight_node` is a task on each node: outside the container for what is the node's own, in
+it for what the roles will see. Each check is bounded. A node prints one line: what it found wrong, and the facts that
+must be equal on all nodes. The supervisor compares those (`vime.supervise.preflight`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,12 +46,18 @@ ASKED = "supervisor.txt"
 """The file that the supervisor has written before the nodes look."""
 
 
+class NotChecked(Exception):
+    """A check cannot be made here. The message says what it lacks."""
+
+
 @dataclass(frozen=True)
 class NodeReport:
     """What one node says."""
 
     node: str
     problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """What could not be looked at, such as for want of a tool: no fault of the node."""
     versions: dict[str, str] = field(default_factory=dict)
     time: float = 0.0
     """Unix time at which the line was printed."""
@@ -75,6 +82,7 @@ def check_gpus(environ: Mapping[str, str]) -> list[str]:
     wanted = int(environ.get(GPUS) or 0)
     if not wanted:
         return []
+    _needs("nvidia-smi")
     listed = _command("nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader")
     if listed is None:
         return [f"nvidia-smi does not answer; {wanted} GPUs are wanted"]
@@ -90,12 +98,14 @@ def check_nvlink(environ: Mapping[str, str]) -> list[str]:
     """No NVLink of the node's GPUs is down, and where multi-node NVLink is there its IMEX service is up."""
     if not int(environ.get(GPUS) or 0):
         return []
+    _needs("nvidia-smi")
     problems = []
     links = _command("nvidia-smi", "nvlink", "--status") or ""
     down = [line.strip() for line in links.splitlines() if "inactive" in line.lower()]
     if down:
         problems.append(f"{len(down)} NVLinks are inactive: {down[0]}")
-    if Path("/dev/nvidia-caps-imex-channels").exists():
+    if Path("/dev/nvidia-caps-imex-channels").exists() and not problems:
+        _needs("nvidia-imex-ctl")
         state = _command("nvidia-imex-ctl", "-q")
         if state is None or "READY" not in state.upper():
             problems.append(f"the IMEX service is not ready: {(state or 'nvidia-imex-ctl does not answer').strip()}")
@@ -160,14 +170,22 @@ def versions() -> dict[str, str]:
 def look(environ: Mapping[str, str]) -> NodeReport:
     """Make the checks that `environ` names. A check that fails itself is a problem of the node."""
     wanted = environ.get(CHECKS, "").split(",")
-    problems = []
+    problems, unchecked = [], []
     for name, check in NODE_CHECKS.items():
         if name in wanted:
             try:
                 problems += [f"{name}: {problem}" for problem in check(environ)]
+            except NotChecked as missing:
+                unchecked.append(f"{name}: {missing}")
             except (OSError, ValueError, KeyError) as error:
                 problems.append(f"{name}: the check failed: {error}")
-    return NodeReport(node_of(environ), problems, versions() if "versions" in wanted else {}, time.time())
+    found = versions() if "versions" in wanted else {}
+    return NodeReport(node_of(environ), problems, unchecked, found, time.time())
+
+
+def _needs(tool: str) -> None:
+    if shutil.which(tool) is None:
+        raise NotChecked(f"{tool} is not there")
 
 
 def _command(*command: str) -> str | None:

@@ -29,7 +29,7 @@ from vime.supervise.attempt import Attempt
 from vime.supervise.commands import Command, role_commands, step_commands
 from vime.supervise.failure import stop_outcome
 from vime.supervise.lifecycle import MAX_ATTEMPTS_WITHOUT_PROGRESS, prepare, refusals
-from vime.supervise.preflight import NodeProblem, check_nodes
+from vime.supervise.preflight import MAX_TOLD, NodeProblem, check_nodes, shared_fault
 from vime.supervise.stop_signals import Stopped, StopSignals
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
@@ -66,7 +66,7 @@ def supervise(run: RunDir, signals: StopSignals, commands: Commands = run_comman
         if allocation is not None:
             problems = check_nodes(run, config, plan, allocation, signals, status.attempt)
             if problems:
-                return _refuse(run, status, problems, cluster.slurm.requeue)
+                return _refuse(run, status, problems, allocation, requeue=cluster.slurm.requeue)
         model = initial_policy(config, run, signals, commands)
     except WarmupFailed as error:
         state, failure = error.status.state, error.status.failure
@@ -141,15 +141,26 @@ def _on_this_node(config: Config) -> Config:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=here)})
 
 
-def _refuse(run: RunDir, status: Status, problems: Sequence[NodeProblem], requeue: bool) -> Status:
-    """The end of an attempt whose nodes are not fit: the guardian requeues the job away from them, within limits."""
+def _refuse(
+    run: RunDir, status: Status, problems: Sequence[NodeProblem], allocation: Allocation, *, requeue: bool
+) -> Status:
+    """The end of an attempt whose nodes are not fit: the guardian requeues the job away from them, within limits.
+
+    A fault that most nodes share is the run's: it fails at once, and no node is refused.
+    """
     nodes = sorted({problem.node for problem in problems})
+    log = run.log("supervisor", 0, status.attempt)
+    fault = shared_fault(problems, allocation.hosts)
+    if fault is not None:
+        print(f"{utc_now()} preflight: {fault}", flush=True)
+        tail = [fault, *(str(problem) for problem in problems[:MAX_TOLD])]
+        failure = Failure("preflight", 0, nodes[0], None, None, utc_now(), str(log), tail)
+        return _end(run, replace(status, state="failed", failure=failure))
     again = requeue and refusals(run) < MAX_ATTEMPTS_WITHOUT_PROGRESS
     role = Role(run.path, "", 0, "supervisor", status.attempt, "", 0, 1, "", Path())
     run.append_event(role, "nodes_refused", nodes=nodes, problems=[str(problem) for problem in problems])
     if again:
         return _end(run, replace(status, state="requeued"))
-    log = run.log("supervisor", 0, status.attempt)
     tail = [str(problem) for problem in problems]
     failure = Failure("preflight", 0, nodes[0], None, None, utc_now(), str(log), tail)
     return _end(run, replace(status, state="failed", failure=failure))
