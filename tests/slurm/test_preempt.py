@@ -20,14 +20,23 @@ PREEMPTING = (
 )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[SlurmCluster]:
+GRACE_ALONE = (
+    *PREEMPTING[:2],
+    "KillWait=5",
+    # As proctrack/cgroup does: a signal reaches the tasks of a step, and not what they started.
+    "ProctrackType=proctrack/pgid",
+)
+
+
+@pytest.fixture(scope="module", params=[PREEMPTING, GRACE_ALONE], ids=["user_signal", "grace_alone"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
     """The small cluster, whose trainer nodes are also in the partition of urgent jobs."""
     reason = missing()
     if reason:
         pytest.skip(f"not run on a real Slurm: {reason}")
-    cluster = SlurmCluster(Shape((Nodes("train", 2), Nodes("rollout", 1)), extra=PREEMPTING))
+    cluster = SlurmCluster(Shape((Nodes("train", 2), Nodes("rollout", 1)), extra=request.param))
     cluster.run("scontrol", "update", "PartitionName=train", "GraceTime=40")
+    cluster.run("scontrol", "update", "PartitionName=all", "GraceTime=40")
     cluster.run("scontrol", "create", "PartitionName=urgent", "Nodes=train[0-1]", "PriorityTier=10", "State=UP")
     yield cluster
     cluster.close()
@@ -39,7 +48,7 @@ def cluster() -> Iterator[SlurmCluster]:
 def test_a_preempted_run_is_requeued_and_completes(
     cluster: SlurmCluster, tmp_path: Path, grace: int, mode: str
 ) -> None:
-    """Where the site's policy is to cancel, the run requeues itself."""
+    """Where a site cancels, the run requeues itself. With grace time alone the batch step hears nothing."""
     cluster.run("scontrol", "update", "PartitionName=train", f"GraceTime={grace}", f"PreemptMode={mode}")
     cluster.run("scontrol", "update", "PartitionName=rollout", f"PreemptMode={mode}")
     run = SlurmRun(cluster, tmp_path, SAVING if grace else SERVING)

@@ -91,6 +91,7 @@ def test_gpus_and_containers_of_a_step(tmp_path: Path) -> None:
     assert "--gpus-per-node=4" in trainer
     assert "--distribution=plane=4" in trainer
     # SLURM gives a step that does not ask all GPUs of the job.
+    assert _commands(_config(*gpus, *sizes))["trainer"].environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "--gres=none" in _commands(_config(*gpus, *pyxis, *sizes))["generator"].argv
     assert f"--container-image={image}" in trainer
     [names] = [option for option in trainer if option.startswith("--container-env=")]

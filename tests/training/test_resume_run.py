@@ -162,14 +162,24 @@ def test_a_run_without_a_checkpoint_is_not_started_again(whole: RunDir, tmp_path
     before = run.metrics.read_bytes()
     shutil.rmtree(run.checkpoints)
     (run.checkpoints / "step_4").mkdir(parents=True)  # what a copy that broke off may look like
-    status = finished(run, launch(tmp_path, "run", "--resume", str(run.path)))
-    assert (status.state, status.attempt) == ("failed", 2)
-    assert status.failure is not None
-    assert status.failure.exit_code == 2
-    assert status.failure.tail[-1] == (
-        f"error: cannot resume: {run.checkpoints} has no complete checkpoint; step_4 is incomplete: it has no complete"
+    refused = launch(tmp_path, "run", "--resume", str(run.path))
+    status = finished(run, refused)
+    assert (refused.returncode, status.state, status.attempt) == (2, "failed", 1)
+    assert (tmp_path / "run.log").read_text() == (
+        f"launch.py: cannot resume: {run.checkpoints} has no complete checkpoint; step_4 is incomplete: it has no"
+        " complete\n"
     )
     assert run.metrics.read_bytes() == before
+    # SLURM may start a run again that has saved nothing yet. It begins anew, with the batches that are there.
+    (run.checkpoints / "step_4").rmdir()
+    again = [sys.executable, "-c", f"from vime.supervise.guardian import guard; guard({str(run.path)!r})"]
+    subprocess.run(again, cwd=REPOSITORY, check=True, timeout=300)
+    status = run.read_status()
+    assert (status.state, status.attempt, status.step) == ("completed", 2, STEPS)
+    first, second = ([line for line in lines(run.metrics) if line["attempt"] == attempt] for attempt in (1, 2))
+    assert [[line[name] for name in COMPARED] for line in second] == [
+        [line[name] for name in COMPARED] for line in first
+    ]
 
 
 @pytest.mark.slow

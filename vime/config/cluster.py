@@ -90,6 +90,8 @@ class SlurmComponent(Section):
     """Nodes placed together in one NVLink domain. Default: as launch.segment."""
     extra: list[SbatchOption] = []
     """Further sbatch options of this component, such as --network=... ."""
+    environment: dict[VariableName, str] = {}
+    """Variables of this component's trainers or engines, over cluster.environment, such as NCCL_NVLS_ENABLE."""
 
 
 class Slurm(Section):
@@ -236,7 +238,7 @@ class Cluster(Section):
     python: Line | None = None
     """SLURM only: Python of the batch step, found after `setup`. Default: the one that submits."""
     environment: dict[VariableName, str] = {}
-    """Variables set for every role."""
+    """Variables set for every role; slurm.trainer.environment and slurm.rollout.environment are of one kind alone."""
     startup_timeout: float = Field(600.0, gt=0)
     """Seconds a role may take to become ready."""
     save_timeout: float = Field(240.0, gt=0)

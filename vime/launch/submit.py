@@ -94,11 +94,12 @@ def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) 
         raise UserError(f"{run.path} is completed: there is nothing to resume")
     if _alive(run, config, supervisor, status, ENDING if status.terminal else 0.0):
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
-    if overrides and newest_checkpoint(run):
-        newest(run.checkpoints, config)  # a setting that must not change is refused before the old one is overwritten
+    attempt = next_attempt(run, status)
+    if attempt > 1 and (overrides or not newest_checkpoint(run)):
+        # Without a checkpoint, or with a setting that must not change, nothing is overwritten or submitted.
+        newest(run.checkpoints, config)
     before = {file: file.read_bytes() for file in (run.config, run.plan, run.submission, run.status) if file.exists()}
     prepare(run, config, plan)
-    attempt = next_attempt(run, status)
     run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
     run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
     try:

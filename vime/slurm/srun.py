@@ -76,7 +76,8 @@ def pyxis_options(config: Config) -> list[str]:
     cluster, container = config.cluster, config.cluster.container
     if container.kind != "pyxis":
         return []
-    names = [*ROLE_VARIABLES, *cluster.environment, *container.environment]
+    components = [*cluster.slurm.trainer.environment, *cluster.slurm.rollout.environment]
+    names = list(dict.fromkeys([*ROLE_VARIABLES, *cluster.environment, *components, *container.environment]))
     workdir = [f"--container-workdir={container.workdir}"] if container.workdir else []
     mounts = [f"--container-mounts={','.join(_mounts(config))}"]
     # A variable set in the image beats the host's unless it is named here.
@@ -114,6 +115,8 @@ ROLE_VARIABLES = (
     "VIME_INTERFACE",
     "VIME_STOP_TIMEOUT",
     "PYTHONUNBUFFERED",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     *THREADS,

@@ -38,7 +38,9 @@ STEP_INTERVAL = 1.0
 WRAPPER_TIME = 4.0
 """Seconds that the wrappers of a step get, besides the roles' own, to kill what is left and to report."""
 STOP_GRACE = 5.0
-"""Seconds in which SLURM, having told some ranks to stop, tells the supervisor too."""
+"""Seconds in which SLURM, having ended some ranks, tells the supervisor too."""
+TOLD_GRACE = 2.0
+"""Seconds in which SLURM, having told ranks to stop, tells all of them and the supervisor too."""
 
 
 class Superseded(Exception):
@@ -86,7 +88,7 @@ class Attempt:
             begun |= {"job": self.allocation.job_id, "hosts": self.allocation.hosts}
         self.run.append_event(self._supervisor, "run_started", **begun)
         processes = Processes()
-        lifeline = None if self.allocation is None else Lifeline(self.host)
+        lifeline = self._lifeline = None if self.allocation is None else Lifeline(self.host)
         state: State = "failed"
         failure: Failure | None = None
         superseded = False
@@ -104,8 +106,12 @@ class Attempt:
             # Written before the teardown as well: the cause must not be lost when this process is killed meanwhile.
             status = replace(status, step=last_step(self.run.metrics) or status.step, failure=failure)
             superseded = superseded or attempt_now(self.run, status.attempt) != status.attempt
-            if failure is not None and not superseded:
+            if self.allocation is not None and state in ("cancelled", "timeout", "requeued"):
+                # SLURM kills this process KillWait seconds after it told it to stop: the last word comes first.
+                status = replace(status, state=state)
+            if (failure is not None or status.state == state) and not superseded:
                 self.run.write_status(status)
+            if failure is not None and not superseded:
                 self.run.append_event(self._supervisor, "failure", role_failed=failure.role, rank_failed=failure.rank)
             if lifeline is not None:
                 lifeline.close()
@@ -134,6 +140,8 @@ class Attempt:
     def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
         """What a request to stop leads to. USR2 gives the trainers time to save."""
         print(f"{utc_now()} {stop}", flush=True)
+        if self._lifeline is not None and (stop.signum != signal.SIGUSR2 or stop.orphaned):
+            self._lifeline.close()  # the roles' time runs already
         if stop.signum == signal.SIGUSR2 and not stop.orphaned:
             try:
                 saved = self._save(control, processes)
@@ -192,13 +200,19 @@ class Attempt:
             **network,
             **command.environment,
             **self.cluster.environment,
+            **self._component_environment(command.role),
             **role.environment(),
         }
+
+    def _component_environment(self, role: str) -> dict[str, str]:
+        slurm = self.cluster.slurm
+        return {"trainer": slurm.trainer.environment, "engine": slurm.rollout.environment}.get(role, {})
 
     def _step_environment(self, command: Command, lifeline: Lifeline) -> dict[str, str]:
         """As `_environment` for an srun: what differs between ranks and nodes is found out there."""
         environment = {**srun_environment(os.environ), **self._environment(command)}
-        threads = [name for name in THREADS if name not in {**command.environment, **self.cluster.environment}]
+        said = {**command.environment, **self.cluster.environment, **self._component_environment(command.role)}
+        threads = [name for name in THREADS if name not in said]
         for name in ("VIME_RANK", "VIME_WORLD_SIZE", "VIME_HOST", *threads):
             environment.pop(name, None)
         return {
@@ -226,6 +240,8 @@ class Attempt:
                     # The slurmd of this node is gone, or it would have told this process too.
                     raise Stopped(signal.SIGTERM, orphaned=False)
                 return first_cause(causes or unexpected)
+            if (told := self._told(processes)) is not None:
+                return told
             if unfinished:
                 self.signals.wait(POLL)
             if time.monotonic() - looked > STEP_INTERVAL:
@@ -236,6 +252,24 @@ class Attempt:
                     step = now
                     self.run.write_status(replace(status, step=step))
         return None
+
+    def _told(self, processes: Processes) -> End | None:
+        """The end of a rank that someone told to stop, and not the rest of its step; None while there is no such rank.
+
+        Decided TOLD_GRACE seconds after the first was told. Where SLURM ends the job it has told this process by then,
+        which raised Stopped. A preemption with grace time tells every rank of a component's steps and not the batch
+        step: Stopped is raised here, as by the signal that asks to save.
+        """
+        steps = [process for process in processes.running if isinstance(process, StepProcess) and process.told]
+        told = [end for step in steps for end in step.told.values()]
+        if not told or time.monotonic() - min(end.seconds for end in told) < TOLD_GRACE:
+            return None
+        if any(len(step.told) == step.command.world_size for step in steps):
+            print(
+                f"{utc_now()} SLURM tells the roles to stop and not this step: preempted, with grace time", flush=True
+            )
+            raise Stopped(signal.SIGUSR2, orphaned=False)
+        return first_cause(told)
 
     def _job_is_over(self) -> bool:
         """Whether SLURM says that the job does not run any more; no answer is no."""

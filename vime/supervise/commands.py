@@ -47,7 +47,7 @@ def role_commands(config: Config, plan: Plan) -> list[Command]:
             continue
         threads = thread_counts(_computing(config, role.name))
         for process in role.processes:
-            environment = dict(threads)
+            environment = threads | _device_environment(config, role.name)
             if process.devices:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in process.devices)
             commands.append(
@@ -83,6 +83,8 @@ def _computing(config: Config, role: RoleName) -> int | None:
 
 COMPUTING = ("trainer", "engine")
 """Roles that get their component's CPUs and GPUs. The others share a node with them: all its CPUs, none of its GPUs."""
+GPU_TRAINER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Megatron-core overlaps tensor-parallel communication with one queue only; packs of many sizes fragment memory."""
 MAX_THREADS = 16
 """Threads of a trainer rank: more gain nothing and, on nodes with 144 cores, only wait for each other."""
 
@@ -110,7 +112,7 @@ def step_commands(
                     *program,
                 ),
                 finishes=role.name in FINISHES,
-                environment=_step_threads(role.name, component.cpus_per_task),
+                environment=_step_threads(role.name, component.cpus_per_task) | _device_environment(config, role.name),
             )
         )
     return commands
@@ -120,6 +122,11 @@ def step_lines(config: Config, plan: Plan) -> list[str]:
     """The srun of each role as the supervisor will start it, with the plan's names where hosts will be."""
     hosts: dict[str, tuple[str, ...]] = {component.name: component.nodes for component in plan.components}
     return [shlex.join(command.argv) for command in step_commands(config, plan, Allocation("<job>", hosts))]
+
+
+def _device_environment(config: Config, role: RoleName) -> dict[str, str]:
+    """What a role's libraries need on GPUs, unless the site says otherwise."""
+    return GPU_TRAINER if config.cluster.device == "cuda" and role == "trainer" else {}
 
 
 def _step_threads(role: RoleName, cpus: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vime.run.directory import RunDir, utc_now
@@ -31,6 +31,8 @@ class StepProcess:
     _read: int = 0
     _ended: set[int] = field(default_factory=set)
     _nodes: dict[int, str] = field(default_factory=dict)
+    told: dict[int, End] = field(default_factory=dict)
+    """Of each rank that SLURM told to stop, the end that it will have."""
 
     def poll(self) -> tuple[list[End], bool]:
         """As `Running`: every rank that ended other than well, and, when srun has ended, the step as a whole."""
@@ -61,6 +63,10 @@ class StepProcess:
             report = read_report(line)
             if report is None:
                 ends += self._lost(line)
+            elif report.told:
+                print(f"{report.time} SLURM tells {self.command.role}-{report.rank} to stop", flush=True)
+                log = self.run.log(self.command.role, report.rank, self.attempt)
+                self.told[report.rank] = self._end(replace(report, signal="SIGTERM", stopped=True), log)
             elif not report.ended:
                 self._nodes[report.rank] = report.node
                 where = f"pid {report.pid} on {report.node}"

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vime.plan.plan import Plan
@@ -51,6 +51,8 @@ class RankReport:
     signal: str | None = None
     stopped: bool = False
     """It was told to stop by a signal to this rank, or lost in what SLURM ends as a whole: not a cause by itself."""
+    told: bool = False
+    """SLURM has told this rank to stop. Its role goes on until the supervisor, which may save first, ends it."""
 
     def line(self) -> str:
         """The line, without its newline."""
@@ -101,8 +103,8 @@ def run_rank(command: Sequence[str], environ: Mapping[str, str]) -> int:
     environment = role_environment(environ, devices, interface_address(environ[INTERFACE]))
     process = spawn(command, environment, run.log(name, rank, attempt))
     report = RankReport(rank, environment["VIME_NODE"], utc_now(), process.pid)
-    print(report.line(), flush=True)
-    stopped = _watch(process, lifeline, float(environ[STOP_TIMEOUT]))
+    _say(report)
+    stopped = _watch(process, lifeline, float(environ[STOP_TIMEOUT]), replace(report, told=True))
     code = process.returncode
     kill_descendants(os.getpid(), KILL_TIMEOUT)
     ended = RankReport(
@@ -115,11 +117,15 @@ def run_rank(command: Sequence[str], environ: Mapping[str, str]) -> int:
         signal=signal_name(-code) if code < 0 else None,
         stopped=stopped,
     )
+    _say(ended)
+    return 128 - code if code < 0 else code
+
+
+def _say(report: RankReport) -> None:
     try:
-        print(ended.line(), flush=True)
+        print(report.line(), flush=True)
     except OSError:
         pass  # srun is gone, and with it whoever would read this
-    return 128 - code if code < 0 else code
 
 
 def _devices(run: RunDir, name: str, rank: int) -> tuple[int, ...]:
@@ -128,18 +134,26 @@ def _devices(run: RunDir, name: str, rank: int) -> tuple[int, ...]:
     return processes[rank].devices if rank < len(processes) else ()
 
 
-def _watch(process: subprocess.Popen[bytes], lifeline: socket.socket, stop_timeout: float) -> bool:
-    """Wait for the end of the role, ending it when asked to. Returns whether it was asked."""
+def _watch(process: subprocess.Popen[bytes], lifeline: socket.socket, stop_timeout: float, told: RankReport) -> bool:
+    """Wait for the end of the role, ending it when asked to. Returns whether it was asked.
+
+    A first TERM may be the start of a preemption's grace time, of which the batch step hears nothing: it is passed to
+    the supervisor, by `told`, and the lifeline closes when the role is to end. A second one ends the role.
+    """
+    asked = 0
     deadline: float | None = None
     while collect(process) is None:
-        asked = next_signal(_WATCHED, 0.1) not in (None, signal.SIGCHLD)
-        if deadline is None and (asked or _closed(lifeline)):
+        if next_signal(_WATCHED, 0.1) not in (None, signal.SIGCHLD):
+            asked += 1
+            if asked == 1:
+                _say(replace(told, time=utc_now()))
+        if deadline is None and (asked > 1 or _closed(lifeline)):
             deadline = time.monotonic() + stop_timeout
             signal_group(process.pid, signal.SIGTERM)
         if deadline is not None and time.monotonic() > deadline:
             signal_group(process.pid, signal.SIGKILL)
         reap_orphans(frozenset({process.pid}))
-    return deadline is not None
+    return deadline is not None or asked > 0
 
 
 def _closed(lifeline: socket.socket) -> bool:

@@ -122,8 +122,16 @@ class Trainer:
         self._event("stopped", step=self.step)
 
     def _resume(self) -> None:
-        """Go on where the newest complete checkpoint ended."""
+        """Go on where the newest complete checkpoint ended.
+
+        SLURM may start a run again before its first checkpoint: then it begins anew, with the batches that are there.
+        """
+        from vime.training.collectives import broadcast_json
+
         self.heartbeat.at("the loading of its checkpoint")
+        if not broadcast_json(self.first and any(self.run_dir.checkpoints.glob("step_*"))):
+            self._event("begun_anew")
+            return
         loaded = self.checkpoints.load()
         self.step, self.cursor, self.saved = loaded.step, loaded.cursor, loaded.step
         for incomplete in loaded.incomplete:
