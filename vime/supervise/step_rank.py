@@ -27,6 +27,7 @@ from vime.run.role import become_subreaper, die_with_parent
 from vime.slurm.environment import without_job
 from vime.supervise.lifeline import VARIABLE as LIFELINE
 from vime.supervise.lifeline import hold
+from vime.supervise.node_cache import node_caches
 from vime.supervise.process_tree import kill_descendants, reap_orphans, signal_group
 from vime.supervise.processes import KILL_TIMEOUT, collect, signal_name, spawn
 from vime.supervise.stop_signals import next_signal
@@ -101,7 +102,7 @@ def run_rank(command: Sequence[str], environ: Mapping[str, str]) -> int:
     lifeline = hold(environ[LIFELINE])
     devices = _devices(run, name, rank)
     environment = role_environment(environ, devices, interface_address(environ[INTERFACE]))
-    process = spawn(command, environment, run.log(name, rank, attempt))
+    process = spawn(command, {**node_caches(environment), **environment}, run.log(name, rank, attempt))
     report = RankReport(rank, environment["VIME_NODE"], utc_now(), process.pid)
     _say(report)
     stopped = _watch(process, lifeline, float(environ[STOP_TIMEOUT]), replace(report, told=True))
