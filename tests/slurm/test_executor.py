@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from submitit.core.plugins import get_executors
 
+from vime.config.compose import compose
+from vime.launch.submit import submit
+from vime.plan.plan import make_plan
 from vime.run.directory import RunDir, State, Status
-from vime.slurm import scheduler
-from vime.slurm.executor import VimeExecutor, VimeJob, Watcher
+from vime.slurm import executor, scheduler
+from vime.slurm.executor import SubmissionUnknown, VimeExecutor, VimeJob, Watcher, newest_job
 
 
 def test_submitit_finds_the_executor_by_its_entry_point() -> None:
@@ -60,3 +64,23 @@ def test_the_controller_is_asked_first_and_accounting_for_what_it_has_forgotten(
 
 def test_a_job_asks_the_shared_watcher() -> None:
     assert isinstance(VimeJob.watcher, Watcher)
+
+
+def test_a_submission_that_is_not_answered_is_looked_up_and_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("sbatch", "sleep 30"), ("squeue", f"cat {tmp_path}/queue")):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec {text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(executor, "ASK_TIMEOUT", 0.1)
+    monkeypatch.setattr(executor, "FIND_INTERVAL", 0.01)
+    config = compose("minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs", "run.name=mine"])
+    (tmp_path / "queue").write_text("40 other\n")
+    with pytest.raises(SubmissionUnknown, match=r"sbatch did not answer .* has no job mine yet.*/runs/mine is kept"):
+        submit(config, make_plan(config), wait=False)
+    assert RunDir(tmp_path / "runs" / "mine").submission.is_file()
+    config = compose("minislurm", "tiny_grpo", [f"run.root={tmp_path}/runs", "run.name=late"])
+    (tmp_path / "queue").write_text("40 other\n41 late\n")
+    assert submit(config, make_plan(config), wait=False) == 0
+    assert newest_job(RunDir(tmp_path / "runs" / "late")) == "41"

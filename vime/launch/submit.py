@@ -28,7 +28,7 @@ from vime.run.checkpoints import newest, newest_checkpoint
 from vime.run.directory import RunDir, Status, utc_now
 from vime.run.files import write_atomic
 from vime.run.role import Role
-from vime.slurm.executor import VimeExecutor, newest_job
+from vime.slurm.executor import SubmissionUnknown, VimeExecutor, newest_job
 from vime.slurm.scheduler import in_queue
 from vime.supervise.failure import GRACE, launcher_failure
 from vime.supervise.guardian import SUPERVISOR, Guard, close
@@ -51,6 +51,8 @@ def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] 
     run = new_run(config, plan)
     try:
         job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
+    except SubmissionUnknown:
+        raise
     except UserError:
         discard(run)
         raise
@@ -104,6 +106,8 @@ def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) 
     run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
     try:
         job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
+    except SubmissionUnknown:
+        raise
     except UserError:
         for file, content in before.items():  # nothing runs: the run is as it was
             write_atomic(file, content)

@@ -25,11 +25,13 @@ from vime.plan.plan import Plan
 from vime.run.directory import RunDir, State
 from vime.run.files import write_atomic
 from vime.slurm.environment import submission_environment
-from vime.slurm.scheduler import ASK_TIMEOUT, job_states
+from vime.slurm.scheduler import ASK_TIMEOUT, ask, job_states
 from vime.slurm.script import sbatch_text
 
 JOB_FILE = "job_id"
 """In the run's submitit folder: the id of its newest job."""
+FIND_TRIES, FIND_INTERVAL = 6, 5.0
+"""How often, and seconds apart, a job is looked for whose sbatch did not answer."""
 ENDLESS = 1_000_000
 """submitit counts how often a job may time out; here the chain of attempts decides (`vime.supervise.lifecycle`)."""
 _SLURM_STATE: dict[State, str] = {
@@ -39,6 +41,10 @@ _SLURM_STATE: dict[State, str] = {
     "timeout": "TIMEOUT",
     "requeued": "REQUEUED",
 }
+
+
+class SubmissionUnknown(UserError):
+    """sbatch did not answer: the controller may have the job, so that nothing of the run may be deleted."""
 
 
 class Watcher(InfoWatcher):
@@ -107,15 +113,34 @@ class VimeExecutor(SlurmExecutor):
     def _submit_command(self, command: str) -> VimeJob:
         """Write submission.sbatch and submit exactly that. Raises UserError with what sbatch says."""
         write_atomic(self._run.submission, self._make_submission_file_text(command, ""))
-        job_id = sbatch([str(self._run.submission)])
+        try:
+            job_id = sbatch([str(self._run.submission)])
+        except SubmissionUnknown as error:
+            job_id = _job_named(self._run.path.name) or ""
+            if not job_id:
+                raise SubmissionUnknown(
+                    f"{error}, and the queue has no job {self._run.path.name} yet. The controller may still have it:"
+                    f" {self._run.path} is kept; look with squeue --me, and delete the folder if the job never comes"
+                ) from None
         write_atomic(self._run.submitit / JOB_FILE, f"{job_id}\n")
         return job_of(self._run, job_id, self._config)
+
+
+def _job_named(name: str) -> str | None:
+    """The id of the user's job of that name, asked for FIND_TRIES times. A run's name is that of one job."""
+    for _ in range(FIND_TRIES):
+        for row in (ask(["squeue", "--me", "-h", "-o", "%A %j"]) or "").splitlines():
+            job, _, found = row.strip().partition(" ")
+            if found == name:
+                return job  # of a heterogeneous job the leader, which is listed first
+        time.sleep(FIND_INTERVAL)
+    return None
 
 
 def sbatch(arguments: Sequence[str]) -> str:
     """sbatch as from a login shell; the id of the job, of a heterogeneous one the leader's.
 
-    Raises UserError with sbatch's own words when it refuses.
+    Raises UserError with sbatch's own words when it refuses, SubmissionUnknown when it does not answer.
     """
     environ = submission_environment(os.environ)
     try:
@@ -125,7 +150,7 @@ def sbatch(arguments: Sequence[str]) -> str:
     except FileNotFoundError:
         raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch did not answer within {3 * ASK_TIMEOUT:g} s") from None
+        raise SubmissionUnknown(f"sbatch did not answer within {3 * ASK_TIMEOUT:g} s") from None
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     if done.returncode or not found:
         raise UserError(f"sbatch refused the submission: {_one_line(done.stderr or done.stdout)}")

@@ -18,7 +18,7 @@ from vime.launch.sweep.file import Sweep
 from vime.launch.sweep.members import Member, members, show
 from vime.launch.wait import ASK_INTERVAL, CANCEL_TIMEOUT, SILENCE, ended_by_signals
 from vime.run.directory import RunDir, utc_now
-from vime.slurm.executor import VimeExecutor
+from vime.slurm.executor import SubmissionUnknown, VimeExecutor
 from vime.slurm.scheduler import ENDED, ask, batch_log, job_states
 from vime.supervise.failure import launcher_failure
 from vime.supervise.guardian import Guard, close
@@ -62,7 +62,8 @@ def _submit_lanes(due: Sequence[Member], lanes: int) -> list[tuple[RunDir, Job[A
         try:
             job = VimeExecutor(run, member.config, member.plan, dependency).submit(Guard(), str(run.path))
         except UserError as error:
-            discard(run)
+            if not isinstance(error, SubmissionUnknown):
+                discard(run)
             raise UserError(f"{error}; {index} of {len(due)} runs of the sweep are submitted") from None
         jobs.append((run, job))
         print(f"job {job.job_id}  {run.path.name}" + (f"  {dependency}" if dependency else ""), flush=True)
