@@ -1,5 +1,5 @@
 # make run    make .venv when it is missing or outdated, then the tiny GRPO run on this machine
-# make test   the checks, slow ones included; make test-fast leaves those out
+# make test   the checks, slow ones included, on two workers (WORKERS=0: in one process); make test-fast leaves those out
 # make lint   ruff (format too) and mypy
 # make chaos  what is done to runs, and what becomes of them: the table of faults and the kills of real roles
 # make bench  speed against limits measured in the same run
@@ -8,6 +8,10 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
+WORKERS ?= 2
+
+# tests/workers.py says what they share.
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --durations=20
 
 # The stamp carries a hash of what was installed: an edited lock installs again, a touched one does not.
 hash = $(shell cat $(1) requirements/make_venv.sh pyproject.toml | sha256sum | cut -c1-16)
@@ -23,10 +27,10 @@ run: venv
 	@$(PY) launch.py cluster=local recipe=tiny_grpo $(ARGS)
 
 test: dev
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: dev
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 lint: dev
 	@$(PY) -m ruff check launch.py vime tests benchmarks

@@ -16,6 +16,13 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.workers import (  # noqa: F401  # hooks
+    end_worker_once,
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_unconfigure,
+    pytest_xdist_make_scheduler,
+)
 from vime.buffer.control import Control
 from vime.config import Cluster, Config, Data, Evaluation, Model, Rollout, TinyModel, Training, Weights
 from vime.config.compose import dump_resolved
@@ -31,6 +38,8 @@ def pytest_configure() -> None:
     """What holds for all tests."""
     # SIGTERM ends them as Ctrl-C does: the fixtures end the runs and engines that they started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        end_worker_once()
     # How long an example takes says what else the machine does.
     settings.register_profile("vime", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("vime")

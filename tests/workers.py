@@ -1,0 +1,91 @@
+"""Tests side by side (pytest-xdist): which share a worker, which begin first, and how interrupted workers end.
+
+A good part of the tests waits rather than computes (for Slurm, for a process that starts), so two workers on two cores
+take little more than half of one's time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
+SHARED = ("engine_stack", "slurm_clusters", "new_slurm_clusters", "ranks")
+"""Fixtures of the session that are dear to make: the tests of one of them share a worker. The first one decides."""
+LONGEST = ("slurm_clusters", "tests/test_main_job.py", "tests/training/test_resume_run.py", "ranks", "engine_stack")
+"""Groups by their time. They begin first, so that the short ones fill the workers' ends."""
+END_SECONDS = 180.0
+"""What the fixtures of an interrupted worker have for ending their runs and engines."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker: groups the tests by what they share, long groups first."""
+    if not hasattr(config, "workerinput"):
+        return
+    places = []
+    for item in items:
+        group = next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+        key = group or item.nodeid.partition("::")[0]
+        place = LONGEST.index(key) if key in LONGEST else len(LONGEST)
+        places.append((place, item.get_closest_marker("slow") is None and group is None))
+    items[:] = [items[index] for index in sorted(range(len(items)), key=places.__getitem__)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """A unit of work is a group, or else a file."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = nodeid.rpartition("@")[2]
+            return group if group in SHARED else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # the order is ours
+    return Groups(config, log)
+
+
+def end_worker_once() -> None:
+    """In a worker: the first interruption ends its tests, a further one does not break into their fixtures' end.
+
+    Ctrl-C comes twice: from the terminal, and from the process that waits for the workers.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda *_: None)
+        raise KeyboardInterrupt
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, interrupt)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """When interrupted: the workers end as one process would. xdist alone kills them after 10 s, and leaves the rest."""
+    if not session.config.pluginmanager.has_plugin("dsession") or exitstatus == pytest.ExitCode.OK:
+        return
+    if exitstatus == pytest.ExitCode.INTERRUPTED:
+        workers = psutil.Process().children()
+        for worker in workers:
+            worker.terminate()
+        psutil.wait_procs(workers, timeout=END_SECONDS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """An interrupted worker is gone once its fixtures have ended: nothing else tells the process that waits for it."""
+    session = config.pluginmanager.get_plugin("session")
+    if hasattr(config, "workerinput") and getattr(session, "exitstatus", 0) == pytest.ExitCode.INTERRUPTED:
+        os._exit(pytest.ExitCode.INTERRUPTED)
