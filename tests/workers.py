@@ -73,7 +73,7 @@ def end_worker_once() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """When interrupted: the workers end as one process would. xdist alone kills them after 10 s, and leaves the rest."""
+    """When interrupted: the workers end as one process would. Left alone, xdist kills them after 10 s."""
     if not session.config.pluginmanager.has_plugin("dsession") or exitstatus == pytest.ExitCode.OK:
         return
     if exitstatus == pytest.ExitCode.INTERRUPTED:
