@@ -109,7 +109,7 @@ def run_steps(
     from vime.buffer.reader import BufferReader
     from vime.training import batch, parallel
     from vime.training.learner import Learner
-    from vime.training.weights.sync import hf_export
+    from vime.training.weights import hf_export
 
     algorithm = {key: str(folder / "teacher") if value == "TEACHER" else value for key, value in algorithm.items()}
     config = tiny_config(

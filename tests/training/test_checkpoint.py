@@ -48,7 +48,7 @@ def _train(
     from vime.training import batch, parallel
     from vime.training.checkpoint.checkpoints import Checkpoints
     from vime.training.learner import Learner
-    from vime.training.weights.sync import hf_export
+    from vime.training.weights import hf_export
 
     config = tiny_config(training={**TRAINING, "ranks": world_size, **training}, **(sections or {}))
     parallel.initialize(config, store, rank, world_size)
@@ -299,7 +299,7 @@ def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(
 def _killed_in_save(
     rank: int, store: Any, world_size: int, model: Path, folder: Path, batches: Any, point: str
 ) -> None:
-    from vime.training.checkpoint.checkpoints import checkpoints, writer
+    from vime.training.checkpoint import checkpoints, writer
 
     def end(*arguments: Any, **keywords: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

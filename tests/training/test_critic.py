@@ -86,7 +86,7 @@ def _two_steps(
     from vime.buffer.reader import BufferReader
     from vime.training import batch, parallel
     from vime.training.learner import Learner
-    from vime.training.weights.sync import hf_export
+    from vime.training.weights import hf_export
 
     config = tiny_config(
         # The value head begins with 0, so that only the second update moves the critic's experts.

@@ -90,7 +90,7 @@ def replayed_step(
     from vime.buffer.reader import BufferReader
     from vime.training import batch, parallel
     from vime.training.learner import Learner
-    from vime.training.weights.sync import hf_export
+    from vime.training.weights import hf_export
 
     training = {"ranks": world_size, "learning_rate": 1e-3, "adam_eps": 1e-4, "max_tokens_per_microbatch": 48}
     config = tiny_config(

@@ -106,7 +106,7 @@ def _step(
     from vime.buffer.reader import BufferReader
     from vime.training import batch, parallel
     from vime.training.learner import Learner
-    from vime.training.weights.sync import hf_export
+    from vime.training.weights import hf_export
 
     config = tiny_config(
         **{
