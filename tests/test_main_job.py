@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.pages import printed_file
+from tests.supervise.job import check_killed_real_run
 from vime.run.directory import RunDir
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def start(root: Path, *arguments: str, cache: Path | None = None, recipe: str = 
     return subprocess.Popen(
         [sys.executable, "launch.py", "cluster=local", f"recipe={recipe}", f"run.root={root / 'runs'}", *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "VIME_CACHE": str(cache or root / "cache")},
+        env={**os.environ, "VIME_CACHE": str(cache or root / "cache"), "TEST_MARKER": str(root)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -145,6 +146,7 @@ def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pyte
             "rollout.max_response_tokens=24",
             "rollout.batch_filter=my_logic:balance",
             "buffer.max_staleness=2",
+            "training.ranks=1",
             "training.steps=5",
             "evaluation.every=2",
             f"evaluation.datasets={{hard: {{path: {tmp_path}/hard.jsonl, samples_per_prompt: 4}}}}",
@@ -164,14 +166,6 @@ def test_it_runs_ahead_with_logic_of_the_users(tmp_path: Path, monkeypatch: pyte
     assert all(set(event["pass_at"]) == {"1", "2", "4"} for event in outcome.events("evaluation"))
 
 
-def test_a_pipeline_trains_too(tmp_path: Path) -> None:
-    outcome = finish(start(tmp_path, *BRIEF, "training.pipeline_parallel=2", "training.steps=2"))
-    assert outcome.code == 0, outcome.output
-    assert len(outcome.metrics) == 2
-    assert max(line["train/train_rollout_logprob_abs_diff"] for line in outcome.metrics) < 1e-4
-    assert len(outcome.events("weights_updated")) == 3
-
-
 def test_a_verification_that_fails_stops_the_run(tmp_path: Path) -> None:
     # no two float32 computations agree to 1e-12
     outcome = finish(start(tmp_path, *BRIEF, "weights.tolerance=1e-12", "training.steps=2"))
@@ -184,8 +178,8 @@ def test_a_verification_that_fails_stops_the_run(tmp_path: Path) -> None:
     assert not outcome.run.metrics.exists() or not outcome.metrics
 
 
-def test_a_killed_engine_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
-    # Tensor parallel: the third layout, after those of the main job and of the pipeline.
+def test_a_killed_engine_comes_back_and_a_killed_supervisor_ends_all(tmp_path: Path) -> None:
+    # Tensor parallel: the third layout, after those of the main job and of test_resume_run's pipeline.
     launcher = start(
         tmp_path, *BRIEF, "training.steps=400", "training.learning_rate=1e-6", "training.tensor_parallel=2"
     )
@@ -195,9 +189,9 @@ def test_a_killed_engine_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
     server.kill()
     before = _steps(run)
     _until(lambda: _steps(run) >= before + 5, 300, "five steps after the restart")
-    launcher.terminate()
-    outcome = finish(launcher)
-    assert outcome.run.read_status().state == "cancelled"
+    # Nobody is left above the roles, the engine and the server that it started again.
+    check_killed_real_run(launcher, run, str(tmp_path), "supervisor-0")
+    outcome = Outcome(1, "", run)
     (restarted,) = outcome.events("restarted")
     assert restarted["incarnation"] == 1
     steps = [line["step"] for line in outcome.metrics]

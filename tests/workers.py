@@ -17,9 +17,21 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
-SHARED = ("engine_stack", "slurm_clusters", "new_slurm_clusters", "ranks")
+SHARED = ("engine_stack", "new_slurm_clusters", "ranks")
 """Fixtures of the session that are dear to make: the tests of one of them share a worker. The first one decides."""
-LONGEST = ("slurm_clusters", "tests/test_main_job.py", "tests/training/test_resume_run.py", "ranks", "engine_stack")
+LONGEST = (
+    "tests/slurm/test_requeue.py",
+    "tests/test_main_job.py",
+    "tests/training/test_resume_run.py",
+    "ranks",
+    "engine_stack",
+    "tests/slurm/test_run.py",
+    "tests/slurm/test_tiny_grpo.py",
+    "tests/supervise/test_kill.py",
+    "tests/slurm/test_sweep.py",
+    "tests/slurm/test_preempt.py",
+    "tests/slurm/test_preflight.py",
+)
 """Groups by their time. They begin first, so that the short ones fill the workers' ends."""
 END_SECONDS = 180.0
 """What the fixtures of an interrupted worker have for ending their runs and engines."""

@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 def test_runs_follow_each_other_and_completed_ones_are_left(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = read_sweep(file, "local", "tiny_sft", [f"run.root={tmp_path}/runs"])
+    sweep = read_sweep(file, "local", "tiny_sft", [f"run.root={tmp_path}/runs", "training.ranks=1"])
     assert submit_sweep(sweep, None, wait=None) == 0
     runs = [RunDir(path) for path in sorted((tmp_path / "runs" / "seeds").iterdir())]
     assert [run.read_status().state for run in runs] == ["completed", "completed"]

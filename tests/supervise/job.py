@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,15 +103,7 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """pid -> command line of every live process of this job, the launcher included."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if self.marker.encode() in (entry / "environ").read_bytes():
-                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
-        return found
+        return marked(self.marker)
 
     def pid_of(self, part: str) -> int:
         """The pid of the one process whose command line holds `part`."""
@@ -125,14 +118,11 @@ class Job:
         """Wait for the launcher's end; its exit code."""
         return self.launcher.wait(timeout)
 
-    def check_nothing_left(self, more_ports: Iterable[int] = ()) -> None:
+    def check_nothing_left(self) -> None:
         """No process of the job lives, and every port it used is free."""
         until(lambda: not self.processes(), 3, f"no process: {self.processes()}")
         store = {role["environ"]["VIME_STORE"].rpartition(":")[2] for role in self.seen().values()}
-        ports = {role["port"] for role in self.seen().values()} | {int(port) for port in store}
-        for port in (ports | set(more_ports)) - {0}:
-            # An ending process gives up its environment, by which it is found, a moment before its sockets.
-            until(lambda port=port: not answers(port), 5, f"port {port} to be free")
+        wait_free({role["port"] for role in self.seen().values()} | {int(port) for port in store})
 
     def close(self) -> None:
         """End whatever a failed test left."""
@@ -143,6 +133,56 @@ class Job:
                 continue
         self.launcher.wait(10)
         self.output.close()
+
+
+def marked(marker: str) -> dict[int, str]:
+    """pid -> command line of every live process whose environment holds `marker`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+    return found
+
+
+def listening(pids: Iterable[int]) -> set[int]:
+    """The TCP ports on which processes of `pids` listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            found = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
+            if found:
+                inodes.add(found[1])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def check_killed_real_run(launcher: subprocess.Popen[Any], run: RunDir, marker: str, victim: str) -> None:
+    """Kill one role of a run of real parts: it ends within 10 s, its status names the role, and nothing is left."""
+    pids = marked(marker)
+    ports = listening(pids)
+    assert len(ports) >= 3, "the store, an engine and the router listen"
+    log = (run.logs / "latest" / "supervisor-0.log").read_text()
+    roles = {name: int(pid) for name, pid in re.findall(r"started (\S+): pid (\d+)", log)}
+    [roles["supervisor-0"]] = [pid for pid, line in pids.items() if "vime.supervise.supervisor" in line]
+    os.kill(roles[victim], signal.SIGKILL)
+    assert launcher.wait(10) == 1
+    status = run.read_status()
+    assert status.state == "failed"
+    assert status.failure is not None
+    assert (f"{status.failure.role}-{status.failure.rank}", status.failure.signal) == (victim, "SIGKILL")
+    until(lambda: not marked(marker), 3, f"no process: {marked(marker)}")
+    wait_free(ports)
+
+
+def wait_free(ports: Iterable[int]) -> None:
+    """Wait until nothing listens on `ports`; 0 is none."""
+    for port in set(ports) - {0}:
+        # An ending process gives up its environment, by which it is found, a moment before its sockets.
+        until(lambda port=port: not answers(port), 5, f"port {port} to be free")
 
 
 def answers(port: int) -> bool:

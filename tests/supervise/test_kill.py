@@ -1,4 +1,7 @@
-"""Any process of a run may be killed: the run ends, the status is true, nothing is left."""
+"""Any process of a run may be killed: the run ends, the status is true, nothing is left.
+
+With real roles: tests/test_main_job.py and tests/training/test_resume_run.py.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.supervise.job import check_killed_real_run
 from tests.training.ranks import Ranks
 from tests.training.test_checkpoint import _tensors
 from vime.run.directory import RunDir, Status
@@ -42,6 +43,8 @@ GRPO = (
     "evaluation.prompts=0",
     "training.steps=5",
     "training.save_interval=2",
+    # test_main_job.py has the other layouts.
+    "training.pipeline_parallel=2",
 )
 
 
@@ -57,7 +60,7 @@ def launch(root: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
     with open(root / f"{name}.log", "ab") as output:
         return subprocess.Popen(
             [sys.executable, str(REPOSITORY / "launch.py"), *([] if "--resume" in arguments else settings), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_MARKER": str(root / name)},
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -182,17 +185,33 @@ def test_a_run_without_a_checkpoint_is_not_started_again(whole: RunDir, tmp_path
     ]
 
 
+@pytest.fixture(scope="module")
+def whole_pipeline(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with an engine, and a trainer of two pipeline stages, that nothing interrupts."""
+    root = tmp_path_factory.mktemp("pipeline")
+    run = RunDir(root / "run")
+    assert finished(run, launch(root, "run", *GRPO)).state == "completed", (root / "run.log").read_text()
+    return run
+
+
 @pytest.mark.slow
-def test_a_killed_run_with_an_engine_goes_on_with_the_same_samples(tmp_path: Path) -> None:
-    whole, run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "run")
-    assert finished(whole, launch(tmp_path, "whole", *GRPO)).state == "completed", (tmp_path / "whole.log").read_text()
+def test_a_pipeline_trains_too(whole_pipeline: RunDir) -> None:
+    steps = lines(whole_pipeline.metrics)
+    assert len(steps) == 5
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in steps) < 1e-4
+    assert len([event for event in lines(whole_pipeline.events) if event["event"] == "weights_updated"]) == 6
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_was_killed_goes_on_with_the_same_samples(whole_pipeline: RunDir, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
     first = launch(tmp_path, "run", *GRPO)
     wait_step(run, 3)
-    interrupt(run, "killed")
-    assert finished(run, first).state == "failed"
+    # The role that leaves the most behind. tests/supervise kills each role, and tests/slurm a real trainer.
+    check_killed_real_run(first, run, str(run.path), "engine-0")
     second = launch(tmp_path, "run", "--resume", str(run.path))
     assert finished(run, second).state == "completed", (tmp_path / "run.log").read_text()
-    expected = {line["step"]: line for line in lines(whole.metrics)}
+    expected = {line["step"]: line for line in lines(whole_pipeline.metrics)}
     resumed = [line for line in lines(run.metrics) if line["attempt"] == 2]
     assert [line["step"] for line in resumed] in ([3, 4, 5], [5])
     for line in lines(run.metrics):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.conftest import STARTUP, end_role, stack_config, start_role
-from tests.rollout.reference import logprobs
+from tests.rollout.reference import load, logprobs
 from tests.rollout.sending import send, sending
 from vime.buffer.control import Control
 from vime.config import Algorithm, TinyModel
@@ -109,9 +109,7 @@ def test_a_cached_prefix_has_its_routes_too(moe_engine: MoeEngine) -> None:
 
 def chosen_experts(model: Path, tokens: list[int]) -> NDArray[np.int64]:
     """[layers, tokens, top-k] of transformers' router in float32, sorted."""
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network = load(model)
     with torch.no_grad():
         logits = network(torch.tensor([tokens]), output_router_logits=True).router_logits
     chosen = [layer.topk(network.config.num_experts_per_tok, dim=-1).indices.sort(-1).values for layer in logits]
