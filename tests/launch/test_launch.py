@@ -1,9 +1,12 @@
-"""The command line as a person uses it: `launch.py` in a process of its own."""
+"""The command line as a person uses it."""
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,32 @@ TINY = ("cluster=local", "recipe=tiny_grpo")
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "VIME_CACHE": str(folder / "cache"), "COLUMNS": "100"}
-    command = [sys.executable, str(LAUNCH), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    """`launch.py` in `folder`, without a process of its own."""
+    out, error = io.StringIO(), io.StringIO()
+    broken_pipe = signal.getsignal(signal.SIGPIPE)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(error):
+        patch.chdir(folder)
+        patch.setenv("VIME_CACHE", str(folder / "cache"))
+        patch.setenv("COLUMNS", "100")
+        try:
+            code = launch.main(list(arguments))
+        finally:
+            signal.signal(signal.SIGPIPE, broken_pipe)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
+
+
+def test_a_process_of_its_own_says_and_returns_the_same(tmp_path: Path) -> None:
+    for arguments in ((*TINY, "--dry-run"), (*TINY, "training.lr=1")):
+        environment = {**os.environ, "VIME_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
+        command = [sys.executable, str(LAUNCH), *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        here = run(tmp_path, *arguments)
+        assert (done.returncode, done.stderr) == (here.returncode, here.stderr)
+        # The run that a dry run shows has a name of its own.
+        assert len(done.stdout.splitlines()) == len(here.stdout.splitlines())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     cpu.enable()
+    # What is frozen no collection looks at again: half a million objects, which took longer than most jobs.
+    import vime.training.checkpoint.checkpoints
+    import vime.training.learner
+    import vime.training.weights.hf_export  # noqa: F401
+
+    gc.freeze()
     with contextlib.suppress(EOFError):
         while True:
             target, rank, world_size, path, args = pipe.recv()
