@@ -1,4 +1,5 @@
-"""Tests side by side (pytest-xdist): which share a worker, which begin first, and how interrupted workers end.
+"""Which tests are slow; and tests side by side (pytest-xdist): which share a worker, which begin first, and how
+interrupted workers end.
 
 A good part of the tests waits rather than computes (for Slurm, for a process that starts), so two workers on two cores
 take little more than half of one's time.
@@ -33,12 +34,18 @@ LONGEST = (
     "tests/slurm/test_preflight.py",
 )
 """Groups by their time. They begin first, so that the short ones fill the workers' ends."""
+STARTING = ("ranks", "start")
+"""Fixtures that start Megatron ranks or a whole run: what uses one is slow."""
 END_SECONDS = 180.0
 """What the fixtures of an interrupted worker have for ending their runs and engines."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker: groups the tests by what they share, long groups first."""
+    """Marks what is slow by what it starts. In a worker: groups the tests by what they share, long groups first."""
+    for item in items:
+        if set(STARTING) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
     if not hasattr(config, "workerinput"):
         return
     places = []
