@@ -91,7 +91,7 @@ def _measure(rank: int, store: Any, world_size: int, folder: Path, training: dic
     parts = getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])
     states = [t for part in parts for group in part.optimizer.state.values() for t in group.values() if t.numel() > 1]
     masters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
-    packed = pack(samples(lengths=(25,) * 16), parallel.pack_place())
+    packed = pack(samples(lengths=(25,) * 16), parallel.pack_layout())
     kept = _Kept(known)
     if config.training.pipeline_parallel == 1:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):

@@ -122,7 +122,7 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
     learner: Any = Holder()
     learner.policy, learner.config = policy, config
     export(learner, folder, folder.parent / "export", "float32")
-    packed = pack(samples(), parallel.pack_place())
+    packed = pack(samples(), parallel.pack_layout())
 
     def step(iterator: Any, chunk: Any) -> Any:
         output = chunk(
