@@ -1,7 +1,7 @@
 """Real gloo ranks for tests: processes of this machine that run a function with Megatron set up for the CPU.
 
-Importing Megatron takes seconds, so the ranks live as long as the test session and take one job after another. A job
-that fails ends them all; the next one starts new ones.
+Importing Megatron takes seconds, so one process imports it, and ranks are forks of that. They live as long as the test
+session and take one job after another. A job that fails ends them all; the next one starts new ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Ranks:
         self._workers.clear()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.training.warm"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
@@ -104,16 +105,9 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
-    from vime.training import cpu, parallel
+    import tests.training.warm  # noqa: F401
+    from vime.training import parallel
 
-    torch.set_num_threads(1)
-    cpu.enable()
-    # What is frozen no collection looks at again: half a million objects, which took longer than most jobs.
-    import vime.training.checkpoint.checkpoints
-    import vime.training.learner
-    import vime.training.weights.hf_export  # noqa: F401
-
-    gc.freeze()
     with contextlib.suppress(EOFError):
         while True:
             target, rank, world_size, path, args = pipe.recv()
