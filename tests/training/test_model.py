@@ -101,7 +101,7 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
     from vime.models.hf_folder import HfReader
     from vime.training import hf_import, model, parallel
     from vime.training.pack import pack
-    from vime.training.weights.hf_export import Exporter, export
+    from vime.training.weights.hf_export import Exporter, export_folder
 
     config = tiny_config(training={"ranks": world_size, **training})
     parallel.initialize(config, store, rank, world_size)
@@ -121,7 +121,7 @@ def _forward(rank: int, store: Any, world_size: int, folder: Path, training: dic
 
     learner: Any = Holder()
     learner.policy, learner.config = policy, config
-    export(learner, folder, folder.parent / "export", "float32")
+    export_folder(learner, folder, folder.parent / "export", "float32")
     packed = pack(samples(), parallel.pack_layout())
 
     def step(iterator: Any, chunk: Any) -> Any:

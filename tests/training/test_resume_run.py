@@ -99,7 +99,12 @@ def interrupt(run: RunDir, how: str) -> None:
 
 def finished(run: RunDir, process: subprocess.Popen[bytes]) -> Status:
     """The run's status once its launcher has ended."""
-    process.wait(300)
+    try:
+        process.wait(300)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(60)
+        raise
     return run.read_status()
 
 
