@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vime.algorithms.advantages import group_advantages, leave_one_out_advantages
 
-Advantages = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+Advantages = Callable[[Tensor, Tensor, bool], Tensor]
 BOTH: list[Advantages] = [group_advantages, leave_one_out_advantages]
 
 
@@ -22,8 +22,8 @@ def f32(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def one_group(count: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(count, dtype=torch.int64), torch.ones(count)
+def one_group(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
 
 
 def test_grpo_by_hand() -> None:
@@ -31,20 +31,20 @@ def test_grpo_by_hand() -> None:
     # root 2.160247. -2/2.160247 = -0.925820, -0.462910, 0, 1.388730.
     # Group 3: rewards 1, 0. Mean 0.5, squares 0.25 + 0.25 = 0.5 over 1, root 0.707107. +-0.5/0.707107 = +-0.707107.
     rewards, groups = f32(0, 1, 1, 2, 5, 0), torch.tensor([7, 3, 7, 7, 7, 3])
-    seen = group_advantages(rewards, groups, torch.ones(6), True)
+    seen = group_advantages(rewards, groups, True)
     assert seen.dtype == torch.float32
     torch.testing.assert_close(seen, f32(-0.925820, 0.707107, -0.462910, 0, 1.388730, -0.707107), atol=1e-6, rtol=0)
-    torch.testing.assert_close(group_advantages(rewards, groups, torch.ones(6), False), f32(-2, 0.5, -1, 0, 3, -0.5))
+    torch.testing.assert_close(group_advantages(rewards, groups, False), f32(-2, 0.5, -1, 0, 3, -0.5))
 
 
 def test_rloo_by_hand() -> None:
     # Rewards 0, 1, 5. The others' means: 6/2 = 3, 5/2 = 2.5, 1/2 = 0.5; advantages -3, -1.5, 4.5.
     # The others' deviations: of (1, 5) sqrt(8) = 2.828427, of (0, 5) sqrt(12.5) = 3.535534, of (0, 1) sqrt(0.5) =
     # 0.707107.
-    groups, weights = one_group(3)
-    torch.testing.assert_close(leave_one_out_advantages(f32(0, 1, 5), groups, weights, False), f32(-3, -1.5, 4.5))
+    groups = one_group(3)
+    torch.testing.assert_close(leave_one_out_advantages(f32(0, 1, 5), groups, False), f32(-3, -1.5, 4.5))
     torch.testing.assert_close(
-        leave_one_out_advantages(f32(0, 1, 5), groups, weights, True),
+        leave_one_out_advantages(f32(0, 1, 5), groups, True),
         f32(-3 / 2.828427, -1.5 / 3.535534, 4.5 / 0.707107), atol=1e-5, rtol=0,
     )  # fmt: skip
 
@@ -53,18 +53,18 @@ def test_case_2_leave_one_out_of_a_single_success() -> None:
     # 7 x 0.35 and 1.0. For the 1.0 the others are equal: no spread, so 0, not 0.65 / 1.5e-4.
     # For a 0.35: others 6 x 0.35 and 1.0, mean (2.1 + 1)/7 = 0.442857, advantage -0.092857; squares
     # 6 * 0.092857**2 + 0.557143**2 = 0.051735 + 0.310408 = 0.362143, /6 = 0.060357, root 0.245677; ratio -0.377965.
-    groups, weights = one_group(8)
+    groups = one_group(8)
     rewards = f32(*[0.35] * 7, 1.0)
     torch.testing.assert_close(
-        leave_one_out_advantages(rewards, groups, weights, True), f32(*[-0.377965] * 7, 0.0), atol=1e-6, rtol=0
+        leave_one_out_advantages(rewards, groups, True), f32(*[-0.377965] * 7, 0.0), atol=1e-6, rtol=0
     )
-    assert leave_one_out_advantages(rewards, groups, weights, True)[7] == 0
+    assert leave_one_out_advantages(rewards, groups, True)[7] == 0
     # Undivided, the success keeps its advantage: 1 - 0.35.
-    assert leave_one_out_advantages(rewards, groups, weights, False)[7] == pytest.approx(0.65, abs=1e-6)
+    assert leave_one_out_advantages(rewards, groups, False)[7] == pytest.approx(0.65, abs=1e-6)
     # GRPO: mean 0.43125, centred -0.08125 and 0.56875; squares 7 * 0.0066016 + 0.3234766 = 0.3696875, /7 = 0.0528125,
     # root 0.229810; -0.353553 and 2.474874.
     torch.testing.assert_close(
-        group_advantages(rewards, groups, weights, True), f32(*[-0.353553] * 7, 2.474874), atol=1e-5, rtol=0
+        group_advantages(rewards, groups, True), f32(*[-0.353553] * 7, 2.474874), atol=1e-5, rtol=0
     )
 
 
@@ -79,13 +79,13 @@ def test_case_2_rounding_residue_is_no_spread(advantages: Advantages, normalize:
     ways = [np.float32(0.35), np.float32(0.1) + np.float32(0.25), np.float32(0.7) / np.float32(2), by_sum]
     assert len({float(way) for way in ways}) > 1, "the test needs a residue"
     rewards = torch.tensor(np.array(ways * 2, np.float32) * np.float32(scale))
-    groups, weights = one_group(8)
-    assert (advantages(rewards, groups, weights, normalize) == 0).all()
+    groups = one_group(8)
+    assert (advantages(rewards, groups, normalize) == 0).all()
 
 
 def test_a_small_but_real_spread_counts() -> None:
-    groups, weights = one_group(2)
-    seen = group_advantages(f32(1.0, 1.0001), groups, weights, True)
+    groups = one_group(2)
+    seen = group_advantages(f32(1.0, 1.0001), groups, True)
     torch.testing.assert_close(seen, f32(-math.sqrt(0.5), math.sqrt(0.5)), atol=1e-3, rtol=0)
 
 
@@ -93,68 +93,52 @@ def test_a_small_but_real_spread_counts() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_groups_without_anything_to_compare(advantages: Advantages, normalize: bool) -> None:
     rewards, groups = f32(0, 0, 0, 3, -2, -2), torch.tensor([0, 0, 0, 1, 2, 2])
-    assert (advantages(rewards, groups, torch.ones(6), normalize) == 0).all()
-    assert advantages(rewards[:0], groups[:0], torch.ones(0), normalize).shape == (0,)
-
-
-@pytest.mark.parametrize("advantages", BOTH)
-@pytest.mark.parametrize("normalize", [True, False])
-def test_case_5_padding_neither_counts_nor_gets_an_advantage(advantages: Advantages, normalize: bool) -> None:
-    groups, weights = one_group(3)
-    real = advantages(f32(0, 1, 5), groups, weights, normalize)
-    for padding in (99.0, math.nan, math.inf):
-        padded = advantages(f32(0, padding, 1, 5), torch.zeros(4, dtype=torch.int64), f32(1, 0, 1, 1), normalize)
-        assert padded[1] == 0
-        torch.testing.assert_close(padded[[0, 2, 3]], real)
-    assert (advantages(f32(1, 2), torch.zeros(2, dtype=torch.int64), f32(0, 0), normalize) == 0).all()
+    assert (advantages(rewards, groups, normalize) == 0).all()
+    assert advantages(rewards[:0], groups[:0], normalize).shape == (0,)
 
 
 @pytest.mark.parametrize("advantages", BOTH)
 def test_a_reward_that_is_not_a_number_is_named(advantages: Advantages) -> None:
-    groups, weights = one_group(3)
+    groups = one_group(3)
     with pytest.raises(ValueError, match="the reward of sample 1 is nan"):
-        advantages(f32(0, math.nan, 1), groups, weights, True)
+        advantages(f32(0, math.nan, 1), groups, True)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     rewards = draw(st.lists(st.floats(-100, 100, width=16), min_size=1, max_size=24))
     count = len(rewards)
     groups = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
-    weights = draw(st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.0]), min_size=count, max_size=count))
-    return f32(*rewards), torch.tensor(groups), f32(*weights)
+    return f32(*rewards), torch.tensor(groups)
 
 
 @given(batch=batches(), normalize=st.booleans(), which=st.sampled_from(BOTH), seed=st.integers(0, 99))
 def test_permuting_samples_permutes_advantages(
-    batch: tuple[Tensor, Tensor, Tensor], normalize: bool, which: Advantages, seed: int
+    batch: tuple[Tensor, Tensor], normalize: bool, which: Advantages, seed: int
 ) -> None:
-    rewards, groups, weights = batch
+    rewards, groups = batch
     order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
-    seen = which(rewards[order], groups[order], weights[order], normalize)
-    torch.testing.assert_close(seen, which(rewards, groups, weights, normalize)[order], atol=1e-6, rtol=1e-6)
+    seen = which(rewards[order], groups[order], normalize)
+    torch.testing.assert_close(seen, which(rewards, groups, normalize)[order], atol=1e-6, rtol=1e-6)
 
 
 @given(batch=batches(), normalize=st.booleans(), which=st.sampled_from(BOTH), shift=st.integers(-64, 64))
 def test_a_shift_of_a_groups_rewards_changes_nothing(
-    batch: tuple[Tensor, Tensor, Tensor], normalize: bool, which: Advantages, shift: int
+    batch: tuple[Tensor, Tensor], normalize: bool, which: Advantages, shift: int
 ) -> None:
     # Rewards in 64ths, so that the shift itself is exact in float32 and every spread stands far above residue.
-    rewards, groups, weights = (batch[0] * 64).round() / 64, batch[1], batch[2]
+    rewards, groups = (batch[0] * 64).round() / 64, batch[1]
     moved = torch.where(groups == groups[0], rewards + shift, rewards)
-    torch.testing.assert_close(
-        which(moved, groups, weights, normalize), which(rewards, groups, weights, normalize), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(which(moved, groups, normalize), which(rewards, groups, normalize), atol=1e-5, rtol=1e-5)
 
 
 @given(batch=batches(), normalize=st.booleans())
-def test_grpo_advantages_of_a_group_sum_to_zero(batch: tuple[Tensor, Tensor, Tensor], normalize: bool) -> None:
-    rewards, groups, weights = batch
-    seen = group_advantages(rewards, groups, weights, normalize)
+def test_grpo_advantages_of_a_group_sum_to_zero(batch: tuple[Tensor, Tensor], normalize: bool) -> None:
+    rewards, groups = batch
+    seen = group_advantages(rewards, groups, normalize)
     assert torch.isfinite(seen).all()
     for group in groups.unique():
         members = groups == group
         assert float(seen[members].double().sum()) == pytest.approx(0, abs=1e-4)
         if normalize and seen[members].any():
-            counted = seen[members & (weights > 0)].double()
-            assert float(counted.std()) == pytest.approx(1, abs=1e-5)
+            assert float(seen[members].double().std()) == pytest.approx(1, abs=1e-5)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vime.algorithms.aggregation import sample_sums, sample_token_weights, weighted_sum
+from vime.algorithms.aggregation import sample_token_weights, weighted_sum
 from vime.algorithms.kl import kl_estimate
 from vime.algorithms.losses import cispo_loss, likelihood_loss, policy_loss, sequence_policy_loss, value_loss
 from vime.algorithms.masking import NonFiniteLogprob
@@ -30,7 +30,7 @@ def logs(*ratios: float) -> Tensor:
 
 def token_weights(total: float, mask: Tensor) -> Tensor:
     """Weights of the mean over `total` trained tokens, 0 outside the mask."""
-    return mask.float() * sample_token_weights("token_mean", torch.ones(1), torch.tensor([total]), 1)[0]
+    return mask.float() * sample_token_weights("token_mean", torch.tensor([total]), 1)[0]
 
 
 def test_policy_loss_by_hand() -> None:
@@ -67,15 +67,14 @@ def test_gspo_by_hand() -> None:
     # A 1 and bounds 0.5, 4.5 -> -4 a token, free; A -1, upper bound 1.05: the minimum is the free one -> 1.1.
     owner, new = torch.tensor([0, 0, 1]), logs(2, 8, 1.1).requires_grad_()
     old, advantages, mask = torch.zeros(3), f32(1, 1, -1), torch.ones(3)
-    mean = (sample_sums((new - old).detach(), owner, 2) / f32(2, 1))[owner]
-    loss, clipped = sequence_policy_loss(new, old, advantages, mask, mean, 0.5, 3.5)
+    loss, clipped = sequence_policy_loss(new, old, advantages, mask, owner, 0.5, 3.5)
     torch.testing.assert_close(loss, f32(-4, -4, 1.1), atol=1e-5, rtol=1e-6)
     assert not clipped.any()
     # The mean over responses of each one's mean: d/dlogp is -s * A / length / 2 for each token.
     weighted_sum(loss, f32(0.25, 0.25, 0.5)).backward()
     torch.testing.assert_close(new.grad, f32(-1, -1, 0.55), atol=1e-5, rtol=1e-6)
     # Upper bound 3.5: response 0 is clipped as a whole.
-    loss, clipped = sequence_policy_loss(new, old, advantages, mask, mean, 0.5, 2.5)
+    loss, clipped = sequence_policy_loss(new, old, advantages, mask, owner, 0.5, 2.5)
     torch.testing.assert_close(loss, f32(-3.5, -3.5, 1.1), atol=1e-5, rtol=1e-6)
     assert clipped.tolist() == [True, True, False]
 
@@ -201,12 +200,12 @@ def test_likelihood_by_hand() -> None:
     assert leaf.grad.tolist() == [-1, 0, 0]
 
 
-Losses = dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
-LOSSES: Losses = {
+Functions = dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
+FUNCTIONS: Functions = {
     "policy": lambda new, old, advantages, mask: policy_loss(new, old, advantages, mask, 0.2, 0.28)[0],
     "dual": lambda new, old, advantages, mask: policy_loss(new, old, advantages, mask, 0.2, 0.28, 3.0)[0],
     "gspo": lambda new, old, advantages, mask: sequence_policy_loss(
-        new, old, advantages, mask, torch.where(mask.bool(), 0.1, NAN), 0.2, 0.28
+        new, old, advantages, mask, torch.zeros(len(new), dtype=torch.int64), 0.2, 0.28
     )[0],
     "cispo": lambda new, old, advantages, mask: cispo_loss(new, old, advantages, mask, 0.2, 0.28)[0],
     "k1": lambda new, old, advantages, mask: kl_estimate(new, old, "k1", mask),
@@ -216,14 +215,14 @@ LOSSES: Losses = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
 def test_case_3_what_a_masked_token_holds_does_not_matter(name: str, bad: float, dtype: torch.dtype) -> None:
     new = f32(-0.3, bad, -0.7, bad).requires_grad_()
     old, advantages = f32(0, bad, -0.6, -1), f32(1, bad, -1, 2)
     mask = torch.tensor([1, 0, 1, 0], dtype=dtype)
-    losses = LOSSES[name](new, old, advantages, mask)
+    losses = FUNCTIONS[name](new, old, advantages, mask)
     total = weighted_sum(losses, token_weights(2, mask))
     total.backward()
     assert torch.isfinite(losses).all()
@@ -231,27 +230,29 @@ def test_case_3_what_a_masked_token_holds_does_not_matter(name: str, bad: float,
     assert new.grad is not None
     assert new.grad[[1, 3]].tolist() == [0, 0]
     kept = f32(-0.3, -0.7).requires_grad_()
-    alone = weighted_sum(LOSSES[name](kept, f32(0, -0.6), f32(1, -1), torch.ones(2)), token_weights(2, torch.ones(2)))
+    alone = weighted_sum(
+        FUNCTIONS[name](kept, f32(0, -0.6), f32(1, -1), torch.ones(2)), token_weights(2, torch.ones(2))
+    )
     alone.backward()
     assert total.item() == alone.item()
     torch.testing.assert_close(new.grad[[0, 2]], kept.grad)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_case_3_a_mask_of_zeros(name: str) -> None:
     new, mask = f32(NAN, -1).requires_grad_(), torch.zeros(2)
-    total = weighted_sum(LOSSES[name](new, f32(NAN, 0), f32(1, NAN), mask), token_weights(0, mask))
+    total = weighted_sum(FUNCTIONS[name](new, f32(NAN, 0), f32(1, NAN), mask), token_weights(0, mask))
     total.backward()
     assert total.item() == 0
     assert new.grad is not None
     assert new.grad.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_case_3_an_unmasked_nan_is_named(name: str, bad: float) -> None:
     with pytest.raises(NonFiniteLogprob, match=r"^logprobs is .* at token 2, which is trained on$") as caught:
-        LOSSES[name](f32(0, bad, bad), f32(0, 0, 0), f32(1, 1, 1), f32(1, 0, 1))
+        FUNCTIONS[name](f32(0, bad, bad), f32(0, 0, 0), f32(1, 1, 1), f32(1, 0, 1))
     assert caught.value.index == 2
 
 
@@ -263,10 +264,9 @@ def test_case_3_an_unmasked_nan_of_the_old_policy_is_named() -> None:
 
 
 def test_case_5_three_samples_on_two_ranks() -> None:
-    # Token losses 1 2 | 3 4 5 | 6 of three samples; mean 21 / 6 = 3.5. Rank 0 has the first two samples, rank 1
-    # the third and a copy of it with weight 0.
+    # Token losses 1 2 | 3 4 5 | 6 of three samples; mean 21 / 6 = 3.5. Rank 0 has the first two, rank 1 the third.
     rank_0 = weighted_sum(f32(1, 2, 3, 4, 5), token_weights(6, torch.ones(5)))
-    rank_1 = weighted_sum(f32(6, 6), token_weights(6, torch.ones(2) * f32(1, 0)))
+    rank_1 = weighted_sum(f32(6), token_weights(6, torch.ones(1)))
     assert (rank_0 + rank_1).item() == pytest.approx(3.5)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vime.algorithms.advantages import centred_rewards, counted_rewards
+from vime.algorithms.advantages import centred_rewards
 from vime.algorithms.returns import combine, discounted_sums, gae, moments, standardized, token_rewards
 
 
@@ -47,25 +47,20 @@ def test_reinforce_plus_plus_by_hand() -> None:
     # Discounted by 0.5: 1.9; -0.1 + 0.95 = 0.85; -0.1 + 0.425 = 0.325.
     torch.testing.assert_close(discounted_sums(own, samples, 0.5), f32(0.325, 0.85, 1.9, 0.5))
     # Over the batch: mean of 1, 2, 3 is 2, deviation 1.
-    values = f32(1, 2, 3, 99)
-    keep = torch.tensor([True, True, True, False])
-    torch.testing.assert_close(standardized(values, moments(values, keep))[:3], f32(-1, 0, 1))
+    values = f32(1, 2, 3)
+    torch.testing.assert_close(standardized(values, moments(values)), f32(-1, 0, 1))
 
 
-def test_what_each_starts_from() -> None:
-    rewards, groups, weights = f32(1, 3, 7, float("nan")), torch.tensor([0, 0, 1, 1]), f32(1, 1, 1, 0)
-    assert centred_rewards(rewards, groups, weights).tolist() == [-1, 1, 0, 0]
-    assert counted_rewards(rewards, weights).tolist() == [1, 3, 7, 0]
-    with pytest.raises(ValueError, match="the reward of sample 3 is nan"):
-        counted_rewards(rewards, torch.ones(4))
+def test_what_the_baseline_starts_from() -> None:
+    assert centred_rewards(f32(1, 3, 7), torch.tensor([0, 0, 1])).tolist() == [-1, 1, 0]
 
 
 def test_case_2_a_spread_of_rounding_residue_is_none() -> None:
     values = f32(*[0.35] * 7, float(np.float32(0.1) + np.float32(0.25)), float(np.float32(0.7) / np.float32(2)))
     values[0] = torch.nextafter(values[0], f32(1.0)[0])
     assert len(values.unique()) > 1, "the test needs a residue"
-    assert (standardized(values, moments(values, torch.ones(9))) == 0).all()
-    assert (standardized(f32(3.0), moments(f32(3.0), torch.ones(1))) == 0).all()
+    assert (standardized(values, moments(values)) == 0).all()
+    assert (standardized(f32(3.0), moments(f32(3.0))) == 0).all()
     assert (standardized(f32(), torch.zeros(5, dtype=torch.float64)) == 0).all()
 
 
@@ -104,10 +99,10 @@ def test_gae_is_the_plain_loop(batch: Ragged, gamma: float, lambda_: float) -> N
     cuts=st.lists(st.integers(0, 40), max_size=4),
 )
 def test_moments_do_not_depend_on_the_parts(values: list[float], cuts: list[int]) -> None:
-    whole, keep = f32(*values), torch.ones(len(values))
+    whole = f32(*values)
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
-    parts = [moments(whole[a:b], keep[a:b]) for a, b in itertools.pairwise(edges)]
+    parts = [moments(whole[a:b]) for a, b in itertools.pairwise(edges)]
     combined = combine(torch.stack(parts))
-    torch.testing.assert_close(combined, moments(whole, keep))
+    torch.testing.assert_close(combined, moments(whole))
     assert float(combined[1]) == pytest.approx(np.mean(np.array(values)), abs=1e-9)
     assert float((combined[2] / (len(values) - 1)).sqrt()) == pytest.approx(np.std(values, ddof=1), abs=1e-6)

@@ -105,7 +105,7 @@ def grpo(folder: Path) -> Peer:
 
 def test_grpo_advantages(grpo: Peer) -> None:
     groups = torch.arange(PROMPTS).repeat_interleave(EACH)
-    ours = group_advantages(torch.tensor(REWARDS), groups, torch.ones(8), True)
+    ours = group_advantages(torch.tensor(REWARDS), groups, True)
     # TRL adds 1e-4 to the deviation.
     torch.testing.assert_close(ours, grpo.inputs["advantages"], atol=1e-6, rtol=1e-3)
     grpo.trainer.scale_rewards = "none"
@@ -113,7 +113,7 @@ def test_grpo_advantages(grpo: Peer) -> None:
         inputs = grpo.trainer._generate_and_score_completions([{"prompt": "x"}] * 8)
     finally:
         grpo.trainer.scale_rewards = "group"
-    ours = group_advantages(torch.tensor(REWARDS), groups, torch.ones(8), False)
+    ours = group_advantages(torch.tensor(REWARDS), groups, False)
     torch.testing.assert_close(ours, inputs["advantages"])
 
 
@@ -134,7 +134,7 @@ def test_rloo_advantages_with_the_kl_in_the_reward(folder: Path) -> None:
     kl = kl_estimate(new, reference, "k1", torch.ones_like(new))
     assert float(kl.abs().mean()) > 0.01
     rewards = torch.tensor(REWARDS) - 0.1 * sample_sums(kl, owners, 8)
-    ours = leave_one_out_advantages(rewards, torch.arange(2).repeat_interleave(4), torch.ones(8), False)
+    ours = leave_one_out_advantages(rewards, torch.arange(2).repeat_interleave(4), False)
     torch.testing.assert_close(ours, inputs["advantages"], atol=1e-5, rtol=1e-5)
 
 
@@ -171,9 +171,7 @@ def _clip(new: Tensor, old: Tensor, advantages: Tensor, owners: Tensor) -> Tenso
 
 
 def _gspo(new: Tensor, old: Tensor, advantages: Tensor, owners: Tensor) -> Tensor:
-    mask = torch.ones_like(new)
-    means = sample_sums((new - old).detach(), owners, 8) / sample_sums(mask, owners, 8)
-    return sequence_policy_loss(new, old, advantages, mask, means[owners], 0.05, 0.08)[0]
+    return sequence_policy_loss(new, old, advantages, torch.ones_like(new), owners, 0.05, 0.08)[0]
 
 
 LOSSES: dict[str, tuple[dict[str, Any], Ours, Aggregation]] = {
@@ -233,7 +231,7 @@ def test_losses_and_gradients(grpo: Peer, name: str, more: dict[str, Any]) -> No
         logprobs, entropies = _logprobs(trainer, trainer.model, inputs)
         new, old = grpo.flat(logprobs), grpo.flat(inputs["old_per_token_logps"])
         trained = sample_sums(torch.ones_like(new), grpo.owners, 8)
-        weights = sample_token_weights(aggregation, torch.ones(8), trained, LONGEST)[grpo.owners]
+        weights = sample_token_weights(aggregation, trained, LONGEST)[grpo.owners]
         per_token = ours(new, old, grpo.flat(inputs["advantages"][:, None]), grpo.owners)
         if trainer.beta:
             reference = grpo.flat(inputs["ref_per_token_logps"])

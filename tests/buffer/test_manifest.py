@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.buffer.made import make_group, make_sample
 from vime.buffer.chunk import ChunkInfo
-from vime.buffer.manifest import Entry, Manifest, collect, committed, entries, pad_to_multiple, read_manifest
+from vime.buffer.manifest import Entry, Manifest, collect, committed, entries, read_manifest
 from vime.buffer.sample import Group
 from vime.errors import BufferFault
 
@@ -45,7 +43,7 @@ def test_entries_say_what_balancing_needs() -> None:
     assert (first.tokens, first.response_tokens, first.masked_in) == (5, 0, 0)
     assert second == Entry(
         chunk="c", index=1, group=17, tokens=7, response_tokens=4, masked_in=3,
-        reward=float(np.float32(0.35)), weight=1.0,
+        reward=float(np.float32(0.35)),
     )  # fmt: skip
 
 
@@ -83,19 +81,6 @@ def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     path.write_bytes(make_manifest(3, ["a"]).to_bytes())
     with pytest.raises(BufferFault, match=r"step_4\.json is the manifest of step 3"):
         read_manifest(path)
-
-
-@given(count=st.integers(1, 30), multiple=st.integers(1, 12))
-def test_case_5_padding_fills_up_with_weight_0(count: int, multiple: int) -> None:
-    rng = np.random.default_rng(count)
-    group = Group("p", 0, tuple(make_sample(rng, 2, int(rng.integers(1, 9))) for _ in range(count)))
-    samples = tuple(entries("c", [group]))
-    padded = pad_to_multiple(samples, multiple)
-    assert len(padded) % multiple == 0
-    assert len(padded) - count < multiple
-    assert padded[:count] == samples
-    assert all(entry.weight == 0 and entry.tokens == min(s.tokens for s in samples) for entry in padded[count:])
-    assert sum(e.masked_in * e.weight for e in padded) == sum(e.masked_in for e in samples)
 
 
 def test_collect_keeps_chunks_that_a_later_batch_needs(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.pages import printed_file
 from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import TINY
 from tests.training.test_step import ADAM_EPS, LEARNING_RATE, write_batch
+from vime.algorithms.metrics import Metric
 from vime.buffer.chunk import Chunk, write_chunk
 from vime.buffer.manifest import CHUNKS, Manifest, entries
 from vime.buffer.sample import Group, Sample
@@ -78,6 +79,22 @@ def best_of_group(rewards: Tensor, groups: Tensor) -> Tensor:
 def plain_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """A user's loss: the policy gradient without ratios."""
     return -advantages * logprobs
+
+
+def measured_loss(logprobs: Tensor, advantages: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """A user's loss with metrics of its own, one by each reduction."""
+    values = samples.float()
+    return (
+        -advantages * logprobs,
+        torch.zeros_like(samples, dtype=torch.bool),
+        {
+            "train/toy_sum": Metric(torch.ones_like(values), "sum"),
+            "train/toy_mean": Metric(advantages),
+            "train/toy_max": Metric(advantages, "max"),
+            "train/toy_min": Metric(advantages, "min"),
+            "train/toy_of_none": Metric(advantages, "max", where=values < 0),
+        },
+    )
 
 
 def nothing(rewards: Tensor) -> Tensor:
@@ -205,7 +222,7 @@ def test_every_correction_is_measured_when_it_is_off(ranks: Ranks, prepared: tup
     for correction in ("truncated", "token_mask", "sequence_mask"):
         (corrected,) = ranks.run(1, run_steps, *prepared, {**off, "importance_sampling": correction}, {}, 1)
         names = [name for name in seen if "tis" in name or "rollout" in name]
-        assert len(names) == 5
+        assert len(names) == 6
         assert {name: corrected["metrics"][0][name] for name in names} == {name: seen[name] for name in names}
         assert corrected["metrics"][0]["train/pg_loss"] != seen["train/pg_loss"]
 
@@ -296,6 +313,24 @@ def _own(rank: int, store: Any, world_size: int, *arguments: Any) -> dict[str, A
         return run_steps(rank, store, world_size, *arguments[:-1])
     finally:
         sys.path.pop(0)
+
+
+def test_a_loss_s_own_metrics_are_reduced_over_all_tokens(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
+    """The advantages of a response are those of its reward, so what each reduction gives is known."""
+    rule = {"loss": "tests.training.test_algorithms:measured_loss", "normalize_std": False}
+    trained = np.array([sample.masked_in for sample in prepared[1].samples])
+    rewards = np.array([sample.reward for sample in prepared[1].samples]).reshape(-1, 2)
+    advantages = (rewards - rewards.mean(1, keepdims=True)).flatten()
+    expected = {
+        "train/toy_sum": trained.sum(),
+        "train/toy_mean": (advantages * trained).sum() / trained.sum(),
+        "train/toy_max": advantages.max(),
+        "train/toy_min": advantages.min(),
+    }
+    for world_size, training in ((1, {}), LAYOUTS["dp2_small_microbatches"], LAYOUTS["pp2"]):
+        for result in ranks.run(world_size, run_steps, *prepared, rule, training, 1):
+            seen = {name: value for name, value in result["metrics"][0].items() if "toy" in name}
+            assert seen == pytest.approx(expected, abs=1e-6), training
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_hand_computed(place: PackLayout, rule: dict[str, Any], losses: list[flo
     cpu.enable()
     from vime.training.batch import Microbatch
     from vime.training.experience import Experience
-    from vime.training.loss import Sum, microbatch_loss
+    from vime.training.loss import microbatch_loss
     from vime.training.pack import pack
 
     packed = pack(
@@ -80,20 +80,25 @@ def test_hand_computed(place: PackLayout, rule: dict[str, Any], losses: list[flo
         packed,
         samples=(0, 1),
         owners=packed.sample,
-        weights=torch.full((5,), 0.2),
-        shares=torch.full((5,), 0.2),
+        loss_weights=torch.full((5,), 0.2),
+        metric_weights=torch.full((5,), 0.2),
         stale=packed.versions != 4,
     )
     logprobs = torch.tensor([-0.5, -2.25, -0.75, -1.5, -1.25], requires_grad=True)
     experience = Experience(microbatch, advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]))
     output = torch.stack([logprobs, torch.zeros(5)])
-    loss, sums = microbatch_loss(output, experience, Algorithm.model_validate(rule))
+    loss, metrics = microbatch_loss(output, experience, Algorithm.model_validate(rule))
     loss.backward()
     assert 5 * loss.item() == pytest.approx(sum(losses), abs=1e-6)
     assert logprobs.grad is not None
     assert (5 * logprobs.grad).tolist() == pytest.approx(gradient, abs=1e-6)
-    assert float(sums[Sum.FRESH]) == pytest.approx(0.6)
-    assert float(sums[Sum.LOGPROB_DIFFERENCE]) == pytest.approx((0.25 + 0 + 0.25) / 5)
+    # Of the three tokens that version 4 sampled: weighted sum and weight of the mean, and the maximum.
+    place = [name for name, reduction in metrics.layout if reduction == "mean"].index(
+        "train/train_rollout_logprob_abs_diff"
+    )
+    assert metrics.added[2 * place : 2 * place + 2].tolist() == pytest.approx([(0.25 + 0 + 0.25) / 5, 0.6])
+    extremes = [name for name, reduction in metrics.layout if reduction == "max"]
+    assert float(metrics.largest[extremes.index("train/train_rollout_logprob_abs_diff_max")]) == 0.25
 
 
 @pytest.fixture(scope="module")

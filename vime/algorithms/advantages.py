@@ -1,22 +1,30 @@
-"""Advantages of whole responses from their rewards, relative to the other responses to the prompt.
+"""Advantages from rewards. Those of whole responses stand here, relative to the other responses to the prompt.
 
-The functions take rewards [N], the group of each sample (int64 [N], any numbers), and weights [N]: a sample of weight
-0 only fills up a batch; it does not count in its group and gets advantage 0. They compute in float64 and return float32
-[N] without gradient. They raise ValueError when the reward of a sample that counts is not finite.
+The functions take rewards [N] and the group of each sample (int64 [N], any numbers). They compute in float64 and return
+float32 [N] without gradient. They raise ValueError when a reward is not finite.
+
+To add an advantage, write its function and its row of ADVANTAGES, and a test. It is called with those arguments that it
+names. `of="responses"`: rewards, groups, response_tokens [N] and the setting normalize_std; it returns [N].
+`of="tokens"`: of the T trained tokens of a microbatch, rewards [T] (the response's at its last token, less KL terms),
+samples (int64 [T], the response of each) and the settings gamma and gae_lambda; it returns [T]. A `critic`'s has its
+values [T] too, and returns advantages and the critic's targets.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-RESIDUE = 2.0**-20
-"""Rewards that differ by no more than this share of the largest of them count as equal. They travel in float32, where
-one number computed in two ways differs by a few units of 2**-23; what is left of such a difference must not be divided
-by itself and become an advantage."""
+from vime.algorithms.lazy_torch import torch
+from vime.algorithms.returns import gae, rewards_to_come
+from vime.algorithms.spread import spread_is_residue
+from vime.algorithms.table import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool) -> Tensor:
     """GRPO: (reward - mean of the group) / standard deviation of the group, the division only if `normalize_std`.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without the division, Dr. GRPO, arXiv 2503.20783. The
@@ -24,67 +32,108 @@ def group_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize
     constant guards against, gets exactly 0, as does a group of one.
     """
     result = torch.zeros(len(rewards), dtype=torch.float32, device=rewards.device)
-    for members in _members(rewards, groups, weights):
+    for members in _members(rewards, groups):
         values = rewards[members].double()
-        if spread_is_residue(values):
+        if spread_is_residue(values.min(), values.max()):
             continue
         centred = values - values.mean()
         result[members] = (centred / values.std() if normalize_std else centred).float()
     return result
 
 
-def leave_one_out_advantages(rewards: Tensor, groups: Tensor, weights: Tensor, normalize_std: bool) -> Tensor:
+def leave_one_out_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool) -> Tensor:
     """RLOO: reward - mean of the group's others; divided by the others' standard deviation if `normalize_std`.
 
     Source: Back to Basics, arXiv 2402.14740. When the others have no spread, the divided advantage is 0. A group of one
     has no others: 0.
     """
     result = torch.zeros(len(rewards), dtype=torch.float32, device=rewards.device)
-    for members in _members(rewards, groups, weights):
+    for members in _members(rewards, groups):
         values = rewards[members].double()
         count = len(values)
-        if spread_is_residue(values):
+        if spread_is_residue(values.min(), values.max()):
             continue
         # Row i holds the others of sample i. Not n * mean - own: that difference leaves rounding residue of its own.
         other = ~torch.eye(count, dtype=torch.bool, device=values.device)
         others = values.expand(count, count)[other].view(count, count - 1)
         advantage = values - others.mean(1)
         if normalize_std:
-            flat = spread_is_residue(others)
+            flat = spread_is_residue(others.amin(1), others.amax(1))
             deviation = others.std(1) if count > 2 else torch.zeros_like(advantage)
             advantage = torch.where(flat, torch.zeros_like(advantage), advantage / torch.where(flat, 1.0, deviation))
         result[members] = advantage.float()
     return result
 
 
-def centred_rewards(rewards: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+def centred_rewards(rewards: Tensor, groups: Tensor) -> Tensor:
     """REINFORCE++-baseline before its normalisation over the batch: reward - mean of the group.
 
     Source: REINFORCE++, arXiv 2501.03262, section on the group-mean baseline. A group of one gets 0.
     """
-    return group_advantages(rewards, groups, weights, normalize_std=False)
+    return group_advantages(rewards, groups, normalize_std=False)
 
 
-def counted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The rewards as they are, 0 for a sample of weight 0: what REINFORCE++ and PPO start from."""
-    _members(rewards, torch.zeros_like(weights), weights)
-    return torch.where(weights > 0, rewards, torch.zeros_like(rewards)).float()
-
-
-def spread_is_residue(rewards: Tensor) -> Tensor:
-    """Whether rewards [..., n] are equal along the last dimension but for rounding in float32; bool [...]."""
-    return rewards.amax(-1) - rewards.amin(-1) <= RESIDUE * rewards.abs().amax(-1)
-
-
-def _members(rewards: Tensor, groups: Tensor, weights: Tensor) -> list[Tensor]:
-    """Positions of each group's samples that count."""
-    counted = (weights > 0).nonzero().flatten()
-    strange = ~torch.isfinite(rewards[counted])
-    if bool(strange.any()):
-        index = int(counted[strange][0])
+def _members(rewards: Tensor, groups: Tensor) -> list[Tensor]:
+    """Positions of each group's samples."""
+    strange = (~torch.isfinite(rewards)).nonzero().flatten()
+    if len(strange):
+        index = int(strange[0])
         raise ValueError(f"the reward of sample {index} is {float(rewards[index])}")
-    if not len(counted):
+    if not len(rewards):
         return []
-    order = torch.argsort(groups[counted], stable=True)
-    sizes = torch.unique_consecutive(groups[counted][order], return_counts=True)[1]
-    return list(torch.split(counted[order], sizes.tolist()))
+    order = torch.argsort(groups, stable=True)
+    sizes = torch.unique_consecutive(groups[order], return_counts=True)[1]
+    return list(torch.split(order, sizes.tolist()))
+
+
+@dataclass(frozen=True)
+class Advantage(Row):
+    """How rewards become advantages."""
+
+    of: Literal["responses", "tokens"] = "responses"
+    """What has an advantage of its own; all tokens of a response have the response's."""
+    compares_group: bool = False
+    """Relative to the other responses to the prompt. Of tokens: the group's mean is taken from the rewards before."""
+    normalize_std: bool = True
+    """Whether it was published with a division by the rewards' spread, or of tokens by the spread of the batch's
+    advantages."""
+    critic: bool = False
+    """Whether it takes a critic's values."""
+
+
+ADVANTAGES = {
+    "grpo": Advantage(
+        group_advantages,
+        "reward less the group's mean, divided by its deviation (`normalize_std=false`: not)",
+        "DeepSeekMath; Dr. GRPO",
+        compares_group=True,
+    ),
+    "rloo": Advantage(
+        leave_one_out_advantages,
+        "reward less the mean of the group's others",
+        "Back to Basics",
+        compares_group=True,
+        normalize_std=False,
+    ),
+    "reinforce_plus_plus": Advantage(
+        rewards_to_come,
+        "discounted rewards to come of each token, normalised over the batch",
+        "REINFORCE++",
+        of="tokens",
+    ),
+    "reinforce_plus_plus_baseline": Advantage(
+        rewards_to_come,
+        "the same from rewards less the group's mean",
+        "REINFORCE++",
+        of="tokens",
+        compares_group=True,
+    ),
+    "gae": Advantage(
+        gae,
+        "of `name=ppo`: generalised advantage estimation (`gamma`, `gae_lambda`) with the critic's values",
+        "GAE, PPO",
+        of="tokens",
+        critic=True,
+    ),
+}
+"""Advantages by the name that `algorithm.advantage` gives them."""

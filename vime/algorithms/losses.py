@@ -2,14 +2,23 @@
 
 All arguments are [T], mask bool or 0/1; only `logprobs` (or `values`) gets a gradient. Losses with a bound also return,
 bool [T], where it took the gradient away. All raise NonFiniteLogprob for a NaN or infinity where the mask holds.
+
+To add a policy loss, write its function and its row of LOSSES, and a test. It is called with those arguments that it
+names: the tensors [T] logprobs, old_logprobs, advantages, mask, rollout_logprobs and samples (int64, which response a
+token is of; those of one response stand together), and the settings clip_low, clip_high and clip_dual.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from vime.algorithms.aggregation import response_sums
+from vime.algorithms.lazy_torch import torch
 from vime.algorithms.masking import kept
+from vime.algorithms.table import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_LOG_RATIO = 20.0
 """Log-probability ratios are clamped to +-20: exp() overflows near 88, and an overflow in the branch not taken makes
@@ -41,22 +50,24 @@ def sequence_policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    sequence_log_ratio: Tensor,
+    samples: Tensor,
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """GSPO: PPO's clipped surrogate with the ratio of the whole response, exp(mean over its tokens of log p / p_old).
 
-    sequence_log_ratio: that mean, of the token's response; its gradient is not needed. As in the paper's token form,
+    samples: int64 [T], the response of each token; the tokens of one stand together. As in the paper's token form,
     the ratio is sg[s] * p / sg[p]: equal in value to s, and where the tokens of a response share one
     advantage and one weight, equal in gradient.
 
     Source: GSPO, arXiv 2507.18071.
     """
+    keep = mask.bool()
     log_ratio, advantage = _log_ratio(logprobs, old_logprobs, advantages, mask)
-    whole = kept(sequence_log_ratio.detach(), mask.bool(), "sequence_log_ratio")
-    whole = whole.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return _clipped((whole + log_ratio - log_ratio.detach()).exp(), advantage, clip_low, clip_high, None)
+    change = kept(logprobs.detach(), keep, "logprobs") - kept(old_logprobs.detach(), keep, "old_logprobs")
+    mean = response_sums(change, samples) / response_sums(keep.float(), samples).clamp(min=1)
+    mean = mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return _clipped((mean + log_ratio - log_ratio.detach()).exp(), advantage, clip_low, clip_high, None)
 
 
 def cispo_loss(
@@ -116,3 +127,15 @@ def _clipped(
         clipped |= floor > smaller
         smaller = torch.maximum(smaller, floor)
     return -smaller, clipped.detach()
+
+
+LOSSES = {
+    "clip": Row(
+        policy_loss,
+        "clipped probability ratio of a token (`clip_low`, `clip_high`, `clip_dual`)",
+        "PPO, DAPO, dual clip",
+    ),
+    "gspo": Row(sequence_policy_loss, "clipped ratio of a whole response", "GSPO"),
+    "cispo": Row(cispo_loss, "clipped weight, no gradient lost", "MiniMax-M1"),
+}
+"""Policy losses by the name that `algorithm.loss` gives them."""

@@ -7,10 +7,13 @@ token; the tokens of a sample stand together and in order. Nothing here has a gr
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from vime.algorithms.advantages import RESIDUE
+from vime.algorithms.lazy_torch import torch
+from vime.algorithms.spread import spread_is_residue
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def last_tokens(samples: Tensor) -> Tensor:
@@ -46,7 +49,15 @@ def discounted_sums(values: Tensor, samples: Tensor, factor: float) -> Tensor:
     return padded[rows, columns].float()
 
 
-def gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lambda_: float) -> tuple[Tensor, Tensor]:
+def rewards_to_come(rewards: Tensor, samples: Tensor, gamma: float) -> Tensor:
+    """REINFORCE++ before its normalisation over the batch: the discounted rewards of a token and those after it.
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    return discounted_sums(rewards, samples, gamma)
+
+
+def gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: advantages and returns (the critic's targets), float32 [T].
 
     delta_t = r_t + gamma * V_{t+1} - V_t, with V = 0 after the last token; A_t is the sum over k of
@@ -57,13 +68,13 @@ def gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lambda_:
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
     following = torch.where(last_tokens(samples), torch.zeros_like(values), following)
-    advantages = discounted_sums(rewards + gamma * following - values, samples, gamma * lambda_)
+    advantages = discounted_sums(rewards + gamma * following - values, samples, gamma * gae_lambda)
     return advantages, advantages + values
 
 
-def moments(values: Tensor, keep: Tensor) -> Tensor:
-    """Float64 [5] of the values [T] that are kept: count, mean, sum of squared deviations, smallest, largest."""
-    chosen = values[keep.bool()].double()
+def moments(values: Tensor) -> Tensor:
+    """Float64 [5] of values [T]: count, mean, sum of squared deviations, smallest, largest; of no value 0."""
+    chosen = values.double()
     if not len(chosen):
         return torch.zeros(5, dtype=torch.float64, device=values.device)
     mean = chosen.mean()
@@ -92,6 +103,6 @@ def standardized(values: Tensor, all_moments: Tensor) -> Tensor:
     Source: REINFORCE++, arXiv 2501.03262 (normalisation over the global batch); PPO's usual implementation does it too.
     """
     count, mean, spread, smallest, largest = all_moments.to(values.device)
-    if count < 2 or largest - smallest <= RESIDUE * torch.maximum(largest.abs(), smallest.abs()):
+    if count < 2 or spread_is_residue(smallest, largest):
         return torch.zeros_like(values, dtype=torch.float32)
     return ((values.double() - mean) / (spread / (count - 1)).sqrt()).float()

@@ -39,8 +39,6 @@ class Entry(BaseModel):
     """Response tokens that are trained on."""
     reward: float
     """As stored in the chunk, so rounded to float32."""
-    weight: float = Field(1.0, ge=0, le=1)
-    """0 for a copy that only fills up the batch: it must change no loss, count and metric."""
 
 
 class Manifest(BaseModel):
@@ -106,19 +104,6 @@ def entries(chunk: str, groups: tuple[Group, ...] | list[Group]) -> list[Entry]:
         )
         for position, (group, sample) in enumerate(samples)
     ]
-
-
-def pad_to_multiple(samples: tuple[Entry, ...], multiple: int) -> tuple[Entry, ...]:
-    """`samples` filled up to a multiple of `multiple` with copies of the shortest at weight 0.
-
-    For ranks or microbatches that need equal numbers: token weights of a copy are 0, and `masked_in` counts only where
-    weight is above 0, so the loss is that of the real samples.
-    """
-    missing = -len(samples) % multiple
-    if not missing:
-        return samples
-    shortest = min(samples, key=lambda sample: sample.tokens)
-    return samples + (shortest.model_copy(update={"weight": 0.0}),) * missing
 
 
 def read_manifest(path: Path) -> Manifest:

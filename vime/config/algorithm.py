@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from vime.algorithms.advantages import ADVANTAGES
+from vime.algorithms.losses import LOSSES
+from vime.algorithms.table import described
 from vime.config.import_path import ImportPath
 from vime.config.section import Section, UrlOrPath
 
-Advantage = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
-Loss = Literal["clip", "gspo", "cispo"]
+if TYPE_CHECKING:
+    Advantage = str
+    Loss = str
+else:
+    Advantage, Loss = Literal[tuple(ADVANTAGES)], Literal[tuple(LOSSES)]
+
 TEACHER_KEY = "VIME_TEACHER_API_KEY"
 """Environment variable with the API key of a teacher that is a server. It is in no file and on no command line."""
 
@@ -38,8 +45,13 @@ class Algorithm(Section):
 
     name: Literal["grpo", "ppo", "sft"] = "grpo"
     """grpo: policy gradient without a critic, by `advantage`. ppo: with one. sft: demonstrations, without engines."""
-    advantage: Advantage | ImportPath | None = None
-    """How rewards become advantages: an estimator or module:function. Default: grpo's own; with name=ppo it is gae."""
+    advantage: Advantage | ImportPath | None = Field(
+        None,
+        description=described(
+            "How rewards become advantages: one of these, or module:function. Default: grpo; with name=ppo it is gae.",
+            ADVANTAGES,
+        ),
+    )
     normalize_std: bool | None = None
     """grpo, rloo: divide a group's centred rewards by their spread; others: make the batch's advantages zero-mean and
     unit-variance. Default: as published, so rloo does not and all others do."""
@@ -47,8 +59,9 @@ class Algorithm(Section):
     """gae, reinforce_plus_plus: discount of a token's reward for each token before it."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """gae: 1 trusts rewards alone, 0 the critic's next value alone."""
-    loss: Loss | ImportPath = "clip"
-    """Policy loss: PPO's clipped ratio of a token, GSPO's of a sequence, CISPO's clipped weight, or module:function."""
+    loss: Loss | ImportPath = Field(
+        "clip", description=described("Policy loss: one of these, or module:function.", LOSSES)
+    )
     clip_low: float = Field(0.2, ge=0, le=1)
     """The probability ratio is clipped below at 1 - clip_low. gspo was published with 3e-4, cispo with 1."""
     clip_high: float = Field(0.28, ge=0)
@@ -84,7 +97,7 @@ class Algorithm(Section):
     """The policy that ratios are taken from: the trainer's before the step, the engine's, or (auto) for each token the
     trainer's where the current policy sampled it and the engine's where an older one did."""
     minibatches: int = Field(1, ge=1)
-    """Divide a step's batch into so many parts and update the policy by each in turn, with ratios to the policy before
+    """Divide a step's batch into so many minibatches and update the policy by each in turn, with ratios to the policy before
     the step, which then needs a pass of its own. A step is one batch, whatever the updates in it."""
     importance_sampling: Literal["off", "truncated", "token_mask", "sequence_mask"] = "off"
     """Correct for engines that compute other probabilities than the trainer: weigh a token by p_trainer / p_engine,
@@ -106,12 +119,14 @@ class Algorithm(Section):
     @property
     def normalizes(self) -> bool:
         """`normalize_std`, or what the estimator was published with."""
-        return self.normalize_std if self.normalize_std is not None else self.estimator != "rloo"
+        if self.normalize_std is not None:
+            return self.normalize_std
+        return self.estimator not in ADVANTAGES or ADVANTAGES[self.estimator].normalize_std
 
     @property
     def compares_group(self) -> bool:
         """Whether an advantage is relative to the other responses to the prompt."""
-        return self.name == "grpo" and self.estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+        return self.name == "grpo" and self.estimator in ADVANTAGES and ADVANTAGES[self.estimator].compares_group
 
     @property
     def needs_reference(self) -> bool:
@@ -145,10 +160,11 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Algorithm:
-        if (self.estimator == "gae") != (self.name == "ppo"):
-            if self.name == "ppo":
-                raise ValueError(f"algorithm.advantage={self.advantage} takes no critic: use algorithm.name=grpo")
-            raise ValueError("algorithm.advantage=gae needs a critic: use algorithm.name=ppo")
+        takes_critic = self.estimator in ADVANTAGES and ADVANTAGES[self.estimator].critic
+        if takes_critic != (self.name == "ppo"):
+            if takes_critic:
+                raise ValueError(f"algorithm.advantage={self.advantage} needs a critic: use algorithm.name=ppo")
+            raise ValueError(f"algorithm.advantage={self.advantage} takes no critic: use algorithm.name=grpo")
         if self.importance_low >= self.importance_high:
             raise ValueError(
                 f"algorithm.importance_low={self.importance_low:g} must be below"

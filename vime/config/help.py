@@ -64,6 +64,7 @@ def _field(name: str, info: FieldInfo, prefix: str) -> str:
         default = ""
     else:
         default = f"default {shown(info.default)}"
+    text = text.replace("\n", "\n      ")
     return f"  {full}  [{', '.join(part for part in (kind, *_limits(info), default) if part)}]\n      {text}"
 
 

@@ -24,10 +24,10 @@ def divide(lengths: Sequence[int], ranks: int, limit: int, multiple: int = 1) ->
     for i, length in enumerate(lengths):
         if length > limit:
             raise ValueError(f"sample {i} has {length} tokens, more than training.max_tokens_per_microbatch={limit}")
-    shares = _balance(range(len(lengths)), lengths, ranks)
-    count = max(1, *(len(_first_fit(share, lengths, limit)) for share in shares))
+    of_ranks = _balance(range(len(lengths)), lengths, ranks)
+    count = max(1, *(len(_first_fit(share, lengths, limit)) for share in of_ranks))
     count = -(-count // multiple) * multiple
-    return [_into(share, lengths, limit, count) for share in shares]
+    return [_into(share, lengths, limit, count) for share in of_ranks]
 
 
 def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:

@@ -24,23 +24,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One pack and, for each of its labelled tokens, [labelled tokens] on the device:
+    """One pack and, for each of its labelled tokens, which are those that are trained, [labelled tokens] on the device:
 
     samples: positions in the manifest of the pack's samples, in order. owners: int64, that of the token's sample.
-    weights: float32, the token's weight in the loss of the global batch, by `algorithm.aggregation`.
-    shares: float32, the token's share of all trained tokens, by which metrics are means over tokens; they sum to 1 over
-    all ranks and microbatches. stale: bool, sampled by another version than the one that is trained, which may be true
-    of a part of a response.
+    loss_weights: float32, the token's weight in the loss of the minibatch, by `algorithm.aggregation`.
+    metric_weights: float32, the token's share of all trained tokens, by which metrics are means over tokens; they sum
+    to 1 over all ranks and microbatches of a minibatch. stale: bool, sampled by another version than the one that is
+    trained, which may be true of some of a response's tokens.
     """
 
     pack: Pack
     samples: tuple[int, ...]
     owners: Tensor
-    weights: Tensor
-    shares: Tensor
+    loss_weights: Tensor
+    metric_weights: Tensor
     stale: Tensor
     replayed: int = 0
     """Trained tokens that are predicted by replayed routes."""
+
+    @property
+    def mask(self) -> Tensor:
+        """Bool [labelled tokens], true: what a loss takes for a mask."""
+        return torch.ones_like(self.stale)
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class Batch:
     """A rank's share of a step.
 
     microbatches: of all minibatches, one minibatch after the other, each with as many. tokens, trained_tokens: of the
-    whole batch, over all ranks. rewards, sample_weights, response_tokens: float32 [N] and groups: int64 [N] of its
-    samples, on the CPU, the same on every rank.
+    whole batch, over all ranks. rewards, response_tokens: float32 [N] and groups: int64 [N] of its samples, on the CPU,
+    the same on every rank.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -59,10 +64,9 @@ class Batch:
     trained_tokens: int
     rewards: Tensor
     groups: Tensor
-    sample_weights: Tensor
     response_tokens: Tensor
 
-    def parts(self, items: Sequence[T]) -> list[Sequence[T]]:
+    def by_minibatch(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Items, one a microbatch, by minibatch."""
         ends = list(itertools.accumulate(self.minibatches))
         return [items[end - count : end] for end, count in zip(ends, self.minibatches, strict=True)]
@@ -76,17 +80,17 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int,
     Raises ValueError when no token of the batch is trained, or a sample exceeds the microbatch limit.
     """
     entries = manifest.samples
-    trained = sum(entry.masked_in for entry in entries if entry.weight > 0)
+    trained = sum(entry.masked_in for entry in entries)
     if trained == 0:
         raise ValueError(f"the batch of step {manifest.step} has no token to train on")
     layout = parallel.pack_layout()
-    parts = _consecutive(len(entries), config.algorithm.minibatches)
-    mine = [_mine(part, manifest, config, layout) for part in parts]
+    chosen = _consecutive(len(entries), config.algorithm.minibatches)
+    mine = [_mine(positions, manifest, config, layout) for positions in chosen]
     largest = max(layout.size([entries[i].tokens for i in content]) for division in mine for content in division)
     size = largest if config.training.virtual_stages > 1 else None
     minibatches = [
-        _minibatch(part, division, manifest, reader, config, version, layout, size, replay)
-        for part, division in zip(parts, mine, strict=True)
+        _minibatch(positions, division, manifest, reader, config, version, layout, size, replay)
+        for positions, division in zip(chosen, mine, strict=True)
     ]
     return Batch(
         tuple(microbatch for microbatches in minibatches for microbatch in microbatches),
@@ -95,14 +99,13 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int,
         trained_tokens=trained,
         rewards=torch.tensor([entry.reward for entry in entries], dtype=torch.float32),
         groups=torch.tensor([entry.group for entry in entries]),
-        sample_weights=torch.tensor([entry.weight for entry in entries], dtype=torch.float32),
         response_tokens=torch.tensor([entry.response_tokens for entry in entries], dtype=torch.float32),
     )
 
 
-def _consecutive(count: int, parts: int) -> list[range]:
-    """0 to count - 1 in `parts` parts as equal as possible."""
-    edges = [count * i // parts for i in range(parts + 1)]
+def _consecutive(count: int, ranges: int) -> list[range]:
+    """0 to count - 1 in so many ranges as equal as possible."""
+    edges = [count * i // ranges for i in range(ranges + 1)]
     return [range(start, end) for start, end in itertools.pairwise(edges)]
 
 
@@ -110,7 +113,7 @@ def _mine(chosen: range, manifest: Manifest, config: Config, layout: PackLayout)
     """Positions of this rank's samples among the chosen ones, a list a microbatch."""
     lengths = [manifest.samples[i].tokens for i in chosen]
     divided = divide_into_packs(lengths, config.training.data_parallel, config.training, layout)
-    return [[chosen[i] for i in part] for part in divided[parallel.data_rank()]]
+    return [[chosen[i] for i in microbatch] for microbatch in divided[parallel.data_rank()]]
 
 
 def _minibatch(
@@ -128,32 +131,30 @@ def _minibatch(
 
     size: of every pack, or None for as small as each can be.
     """
-    entries = manifest.samples
-    wanted = [i for part in mine for i in part]
+    wanted = [i for positions in mine for i in positions]
     read = reader.samples(manifest, wanted, replay.places if replay is not None else ())
     samples = dict(zip(wanted, read, strict=True))
-    # Of samples outside the minibatch neither weight nor share is read.
-    counted = torch.tensor([entry.weight if i in chosen else 0.0 for i, entry in enumerate(entries)])
-    masked_in = torch.tensor([entry.masked_in for entry in entries])
+    trained = torch.tensor([manifest.samples[i].masked_in for i in chosen])
     longest = config.rollout.max_response_tokens
-    weights = sample_token_weights(config.algorithm.aggregation, counted, masked_in, longest)
-    shares = sample_token_weights("token_mean", counted, masked_in, longest)
+    loss_weights = sample_token_weights(config.algorithm.aggregation, trained, longest)
+    metric_weights = sample_token_weights("token_mean", trained, longest)
     microbatches = []
-    for part in mine:
-        packed = pack([samples[i] for i in part], layout, size)
+    for positions in mine:
+        packed = pack([samples[i] for i in positions], layout, size)
         if replay is not None:
-            packed = replace(packed, routes=replay.pack([samples[i] for i in part], packed))
+            packed = replace(packed, routes=replay.pack([samples[i] for i in positions], packed))
         device = packed.sample.device
-        owners = torch.tensor(part, dtype=torch.int64)[packed.sample.cpu()]
+        owners = torch.tensor(positions, dtype=torch.int64)[packed.sample.cpu()]
+        in_minibatch = owners - chosen.start
         microbatches.append(
             Microbatch(
                 pack=packed,
-                samples=tuple(part),
+                samples=tuple(positions),
                 owners=owners.to(device),
-                weights=weights[owners].to(device),
-                shares=shares[owners].to(device),
+                loss_weights=loss_weights[in_minibatch].to(device),
+                metric_weights=metric_weights[in_minibatch].to(device),
                 stale=packed.versions != version,
-                replayed=sum(replayed_tokens(samples[i]) for i in part if entries[i].weight > 0) if replay else 0,
+                replayed=sum(replayed_tokens(samples[i]) for i in positions) if replay else 0,
             )
         )
     return microbatches

@@ -1,4 +1,4 @@
-"""Sums and moments over all trainer ranks, each token counted once."""
+"""Sums, extremes and moments over all trainer ranks, each token counted once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     )
     dist.all_reduce(total)
     return total
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Float64 maximum over the ranks that `counts_here`, on every rank. Others may pass anything of the same shape."""
+    device = torch.device(torch.cuda.current_device())
+    largest = (
+        values.double().to(device)
+        if counts_here()
+        else torch.full(values.shape, -torch.inf, dtype=torch.float64, device=device)
+    )
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
 
 
 def moments_over_ranks(mine: Tensor | None) -> Tensor:

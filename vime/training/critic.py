@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from vime.algorithms.aggregation import weighted_sum
 from vime.algorithms.losses import value_loss
 from vime.algorithms.masking import NonFiniteLogprob
-from vime.algorithms.returns import gae
+from vime.algorithms.metrics import Metric
 from vime.config import Algorithm, Config
 from vime.models.family import architecture
 from vime.models.hf_folder import HfReader
 from vime.training import hf_import, model
 from vime.training.batch import Microbatch
-from vime.training.collectives import sum_over_ranks
-from vime.training.experience import Experience
+from vime.training.experience import Experience, token_advantages
+from vime.training.metrics import MicrobatchMetrics, over_ranks, reduced
 from vime.training.pack import IGNORE, Pack
 from vime.training.trainable import Trainable, UpdateResult, forward
 
@@ -106,23 +106,19 @@ class Critic:
         """
         items = [Experience(one, rewards=reward) for one, reward in zip(microbatches, rewards, strict=True)]
         updated = self.trainable.update(partial(_train_at_once, algorithm), items)
-        values = [one[1] for one in updated.sums]
-        return values or [None] * len(items), self._metrics([replace(updated, sums=[one[0] for one in updated.sums])])
+        values = [one[1] for one in updated.results]
+        updated = replace(updated, results=[one[0] for one in updated.results])
+        return values or [None] * len(items), self._metrics([updated])
 
-    def train(self, parts: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    def train(self, minibatches: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """An update by each minibatch, `critic.updates` times. Metrics: means over the last time, on every rank."""
         step = partial(_train_pack, self.settings.value_clip)
-        every = [part for _ in range(self.settings.updates) for part in parts]
-        done = [self.trainable.update(step, part, advance=i == len(every) - 1) for i, part in enumerate(every)]
-        return self._metrics(done[-len(parts) :])
+        every = [items for _ in range(self.settings.updates) for items in minibatches]
+        done = [self.trainable.update(step, items, advance=i == len(every) - 1) for i, items in enumerate(every)]
+        return self._metrics(done[-len(minibatches) :])
 
     def _metrics(self, last: Sequence[UpdateResult]) -> dict[str, float]:
-        sums = [one for updated in last for one in updated.sums]
-        mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(2)
-        total = (sum_over_ranks(mine) / len(last)).tolist()
-        return {
-            "train/value_loss": total[0],
-            "train/value_clipfrac": total[1],
+        return over_ranks([microbatch for updated in last for microbatch in updated.results]) | {
             "train/critic_grad_norm": sum(updated.gradient_norm for updated in last) / len(last),
             "train/critic_lr": last[0].learning_rate,
         }
@@ -132,13 +128,13 @@ def _train_pack(value_clip: float, items: Iterator[Experience], module: Any) -> 
     experience = next(items)
     microbatch = experience.microbatch
 
-    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        old, returns = experience.values, experience.returns
-        assert old is not None, "the last stage knows the values"
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, MicrobatchMetrics]:
+        old_values, returns = experience.values, experience.returns
+        assert old_values is not None, "the last stage knows the values"
         assert returns is not None, "the last stage knows the returns"
         values = model.assemble(output, microbatch.pack)[0]
-        loss, sums = _loss(values, old, returns, microbatch, value_clip)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
+        loss, metrics = _loss(values, old_values, returns, microbatch, value_clip)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
     return module(**model.inputs(microbatch.pack)), loss_function
 
@@ -148,24 +144,23 @@ def _train_at_once(algorithm: Algorithm, items: Iterator[Experience], module: An
     microbatch, rewards = experience.microbatch, experience.rewards
     assert rewards is not None, "rewards are known before the values"
 
-    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, tuple[MicrobatchMetrics, Tensor]]:
         values = model.assemble(output, microbatch.pack)[0]
-        old = values.detach()
-        returns = gae(rewards, old, microbatch.pack.sample, algorithm.gamma, algorithm.gae_lambda)[1]
-        loss, sums = _loss(values, old, returns, microbatch, algorithm.critic.value_clip)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), (sums, old)
+        old_values = values.detach()
+        _, returns = token_advantages(rewards, old_values, microbatch, algorithm)
+        loss, metrics = _loss(values, old_values, returns, microbatch, algorithm.critic.value_clip)
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), (metrics, old_values)
 
     return module(**model.inputs(microbatch.pack)), loss_function
 
 
 def _loss(
-    values: Tensor, old: Tensor, returns: Tensor, microbatch: Microbatch, value_clip: float
-) -> tuple[Tensor, Tensor]:
-    """The loss, and float32 [2] loss and share of clipped tokens, without gradient."""
+    values: Tensor, old_values: Tensor, returns: Tensor, microbatch: Microbatch, value_clip: float
+) -> tuple[Tensor, MicrobatchMetrics]:
     try:
-        losses, clipped = value_loss(values, old, returns, microbatch.weights > 0, value_clip)
+        losses, clipped = value_loss(values, old_values, returns, microbatch.mask, value_clip)
     except NonFiniteLogprob as error:
         sample = int(microbatch.owners[error.index])
         raise RuntimeError(f"sample {sample} of the batch: {error.name} is {error.value}, from the critic") from error
-    loss = weighted_sum(losses, microbatch.shares)
-    return loss, torch.stack([loss, weighted_sum(clipped.float(), microbatch.shares)]).detach()
+    metrics = {"train/value_loss": Metric(losses), "train/value_clipfrac": Metric(clipped.float())}
+    return weighted_sum(losses, microbatch.metric_weights), reduced(metrics, microbatch.metric_weights)

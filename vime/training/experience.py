@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vime.algorithms.advantages import (
-    centred_rewards,
-    counted_rewards,
-    group_advantages,
-    leave_one_out_advantages,
-)
+from vime.algorithms.advantages import ADVANTAGES, centred_rewards
 from vime.algorithms.aggregation import sample_sums
 from vime.algorithms.kl import kl_estimate
-from vime.algorithms.returns import discounted_sums, gae, moments, standardized, token_rewards
+from vime.algorithms.returns import moments, standardized, token_rewards
 from vime.config import Algorithm
 from vime.config.import_path import call_by_name, load_function
 from vime.errors import UserError
@@ -32,13 +27,13 @@ PerPack = Sequence[Tensor | None]
 class Scores:
     """What passes before the update gave, for each microbatch; () for a pass that nothing needs.
 
-    before: logprobs of the policy. reference, teacher: of those models (a served teacher's came with the samples, on
+    policy_logprobs, reference_logprobs, teacher_logprobs: of those models (a served teacher's came with the samples, on
     every stage). values: of the critic.
     """
 
-    before: PerPack = ()
-    reference: PerPack = ()
-    teacher: PerPack = ()
+    policy_logprobs: PerPack = ()
+    reference_logprobs: PerPack = ()
+    teacher_logprobs: PerPack = ()
     values: PerPack = ()
 
 
@@ -46,16 +41,16 @@ class Scores:
 class Experience:
     """A microbatch with what the last stage learns from: float32 [labelled tokens].
 
-    advantages: None on other stages. before: logprobs of the policy before the step, when several updates need them.
+    advantages: None on other stages. policy_logprobs: of the policy before the step, when several updates need them.
     returns, values: the critic's targets and its values before the step. rewards: of each token, from which the critic
     makes its targets when its values come with the update.
     """
 
     microbatch: Microbatch
     advantages: Tensor | None = None
-    before: Tensor | None = None
-    reference: Tensor | None = None
-    teacher: Tensor | None = None
+    policy_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     returns: Tensor | None = None
     values: Tensor | None = None
     rewards: Tensor | None = None
@@ -74,31 +69,28 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Experiences:
 
     Raises UserError when a custom advantage function fails, ValueError when a reward is not finite.
     """
-    count = len(batch.microbatches)
-    returns: PerPack = [None] * count
+    none: PerPack = [None] * len(batch.microbatches)
+    returns = none
     metrics: dict[str, float] = {}
     if algorithm.name == "sft":
-        advantages: PerPack = [torch.ones_like(microbatch.weights) for microbatch in batch.microbatches]
-    elif algorithm.estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        advantages: PerPack = [torch.ones_like(microbatch.loss_weights) for microbatch in batch.microbatches]
+    elif algorithm.estimator in ADVANTAGES and ADVANTAGES[algorithm.estimator].of == "tokens":
         advantages, returns = _of_tokens(batch, scores, algorithm)
         if algorithm.normalizes:
-            advantages = _standardized(batch, advantages)
+            advantages = _standardized(advantages)
         if algorithm.name == "ppo":
-            metrics = _explained(batch, scores.values, returns)
+            metrics = _explained(scores.values, returns)
     else:
-        of_samples = _of_samples(batch, _penalties(batch, scores, algorithm), algorithm)
-        advantages = [
-            of_samples[microbatch.owners.cpu()].to(microbatch.weights.device) for microbatch in batch.microbatches
-        ]
-    none: PerPack = [None] * count
+        of_responses = _of_responses(batch, _penalties(batch, scores, algorithm), algorithm)
+        advantages = [_of_owners(of_responses, microbatch) for microbatch in batch.microbatches]
     items = [
-        Experience(*parts)
-        for parts in zip(
+        Experience(*row)
+        for row in zip(
             batch.microbatches,
             advantages,
-            scores.before if algorithm.minibatches > 1 else none,
-            scores.reference or none,
-            scores.teacher or none,
+            scores.policy_logprobs if algorithm.minibatches > 1 else none,
+            scores.reference_logprobs or none,
+            scores.teacher_logprobs or none,
             returns,
             scores.values or none,
             strict=True,
@@ -107,20 +99,27 @@ def gather(batch: Batch, scores: Scores, algorithm: Algorithm) -> Experiences:
     return Experiences(items, metrics)
 
 
+def _of_owners(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """Values [N] of the batch's samples -> [labelled tokens], that of each token's sample, on its device."""
+    return values[microbatch.owners.cpu()].to(microbatch.owners.device)
+
+
 def _penalties(batch: Batch, scores: Scores, algorithm: Algorithm) -> PerPack:
     """The KL term that is taken from each token's reward."""
     if not algorithm.kl_of_reward:
         return [None] * len(batch.microbatches)
     return [
         algorithm.kl_coefficient
-        * kl_estimate(before, reference, algorithm.kl_estimator, microbatch.weights > 0, algorithm.kl_clamp)
-        if before is not None and reference is not None
+        * kl_estimate(policy, reference, algorithm.kl_estimator, microbatch.mask, algorithm.kl_clamp)
+        if policy is not None and reference is not None
         else None
-        for microbatch, before, reference in zip(batch.microbatches, scores.before, scores.reference, strict=True)
+        for microbatch, policy, reference in zip(
+            batch.microbatches, scores.policy_logprobs, scores.reference_logprobs, strict=True
+        )
     ]
 
 
-def _of_samples(batch: Batch, penalties: PerPack, algorithm: Algorithm) -> Tensor:
+def _of_responses(batch: Batch, penalties: PerPack, algorithm: Algorithm) -> Tensor:
     """Advantages [N] of whole responses, whose reward is less the sum of their tokens' penalties."""
     rewards = batch.rewards
     if algorithm.kl_of_reward:
@@ -129,75 +128,77 @@ def _of_samples(batch: Batch, penalties: PerPack, algorithm: Algorithm) -> Tenso
             if penalty is not None:
                 sums += sample_sums(penalty, microbatch.owners, len(rewards)).cpu()
         rewards = rewards - sum_over_ranks(sums).float().cpu()
-    if algorithm.estimator == "grpo":
-        return group_advantages(rewards, batch.groups, batch.sample_weights, algorithm.normalizes)
-    if algorithm.estimator == "rloo":
-        return leave_one_out_advantages(rewards, batch.groups, batch.sample_weights, algorithm.normalizes)
-    return _custom(algorithm.estimator, rewards, batch)
-
-
-def _custom(path: str, rewards: Tensor, batch: Batch) -> Tensor:
-    function: Callable[..., Any] = load_function(path, "algorithm.advantage")
     offered = {
         "rewards": rewards,
         "groups": batch.groups,
-        "weights": batch.sample_weights,
         "response_tokens": batch.response_tokens,
+        "normalize_std": algorithm.normalizes,
     }
-    result = call_by_name(function, offered, path, "algorithm.advantage")
+    path = algorithm.estimator
+    if path in ADVANTAGES:
+        result: Any = ADVANTAGES[path].call(offered)
+    else:
+        result = call_by_name(load_function(path, "algorithm.advantage"), offered, path, "algorithm.advantage")
     if not isinstance(result, Tensor) or result.shape != rewards.shape:
         what = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise UserError(f"algorithm.advantage={path} returned {what}; it must return a tensor [{len(rewards)}]")
-    counted = batch.sample_weights > 0
-    strange = (~torch.isfinite(result) & counted).nonzero().flatten()
+    strange = (~torch.isfinite(result)).nonzero().flatten()
     if len(strange):
         raise UserError(f"algorithm.advantage={path} gave sample {int(strange[0])} {float(result[strange[0]])}")
-    return torch.where(counted, result.detach().float(), torch.zeros_like(rewards))
+    return result.detach().float()
 
 
 def rewards_of_tokens(batch: Batch, scores: Scores, algorithm: Algorithm) -> list[Tensor]:
     """Reward float32 [labelled tokens] of each token, for each microbatch; without the KL term on earlier stages."""
-    if algorithm.estimator == "reinforce_plus_plus_baseline":
-        rewards = centred_rewards(batch.rewards, batch.groups, batch.sample_weights)
-    else:
-        rewards = counted_rewards(batch.rewards, batch.sample_weights)
+    rewards = batch.rewards
+    if algorithm.compares_group:
+        rewards = centred_rewards(rewards, batch.groups)
     return [
-        token_rewards(rewards[microbatch.owners.cpu()].to(microbatch.weights.device), microbatch.pack.sample, penalty)
+        token_rewards(_of_owners(rewards, microbatch), microbatch.pack.sample, penalty)
         for microbatch, penalty in zip(batch.microbatches, _penalties(batch, scores, algorithm), strict=True)
     ]
 
 
 def _of_tokens(batch: Batch, scores: Scores, algorithm: Algorithm) -> tuple[PerPack, PerPack]:
-    """Advantages and returns of tokens, on the last stage."""
-    advantages: list[Tensor | None] = []
-    returns: list[Tensor | None] = []
-    for i, own in enumerate(rewards_of_tokens(batch, scores, algorithm)):
-        samples = batch.microbatches[i].pack.sample
-        if algorithm.estimator != "gae":
-            sums = discounted_sums(own, samples, algorithm.gamma)
-            advantages.append(sums)
-            returns.append(sums)
+    """Advantages of tokens, and the critic's targets; both on the last stage."""
+    count = len(batch.microbatches)
+    advantages: list[Tensor | None] = [None] * count
+    returns: list[Tensor | None] = [None] * count
+    row = ADVANTAGES[algorithm.estimator]
+    for i, rewards in enumerate(rewards_of_tokens(batch, scores, algorithm)):
+        values = scores.values[i] if row.critic else None
+        if row.critic and values is None:
             continue
-        value = scores.values[i]
-        both = (None, None) if value is None else gae(own, value, samples, algorithm.gamma, algorithm.gae_lambda)
-        advantages.append(both[0])
-        returns.append(both[1])
+        result = token_advantages(rewards, values, batch.microbatches[i], algorithm)
+        advantages[i], returns[i] = result if row.critic else (result, None)
     return advantages, returns
 
 
-def _standardized(batch: Batch, values: PerPack) -> PerPack:
+def token_advantages(rewards: Tensor, values: Tensor | None, microbatch: Microbatch, algorithm: Algorithm) -> Any:
+    """Advantages [labelled tokens] by the estimator, of a critic's with its targets."""
+    offered = {
+        "rewards": rewards,
+        "values": values,
+        "samples": microbatch.pack.sample,
+        "gamma": algorithm.gamma,
+        "gae_lambda": algorithm.gae_lambda,
+    }
+    return ADVANTAGES[algorithm.estimator].call(offered)
+
+
+def _standardized(values: PerPack) -> PerPack:
     """The values with mean 0 and deviation 1 over all trained tokens of the batch."""
-    whole = _moments(batch, values)
+    whole = _moments(values)
     return [standardized(value, whole) if value is not None else None for value in values]
 
 
-def _explained(batch: Batch, values: PerPack, returns: PerPack) -> dict[str, float]:
+def _explained(values: PerPack, returns: PerPack) -> dict[str, float]:
     """1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that says the mean."""
     errors = [
         target - value if target is not None and value is not None else None
         for value, target in zip(values, returns, strict=True)
     ]
-    error, whole = _moments(batch, errors), _moments(batch, returns)
+    error, whole = _moments(errors), _moments(returns)
     share = float(error[2] / whole[2]) if whole[2] > 0 else 1.0
     return {
         "train/explained_variance": 1.0 - share,
@@ -206,11 +207,6 @@ def _explained(batch: Batch, values: PerPack, returns: PerPack) -> dict[str, flo
     }
 
 
-def _moments(batch: Batch, values: PerPack) -> Tensor:
-    kept = [
-        (value, microbatch.weights > 0)
-        for microbatch, value in zip(batch.microbatches, values, strict=True)
-        if value is not None
-    ]
-    mine = moments(torch.cat([v for v, _ in kept]), torch.cat([k for _, k in kept])) if kept else None
-    return moments_over_ranks(mine)
+def _moments(values: PerPack) -> Tensor:
+    known = [value for value in values if value is not None]
+    return moments_over_ranks(moments(torch.cat(known)) if known else None)

@@ -26,7 +26,8 @@ from vime.training.collectives import sum_over_ranks
 from vime.training.critic import Critic
 from vime.training.experience import Experience, Scores, gather, rewards_of_tokens
 from vime.training.frozen import Frozen
-from vime.training.loss import METRICS, ROLLOUT_METRICS, Sum, microbatch_loss
+from vime.training.loss import microbatch_loss
+from vime.training.metrics import MicrobatchMetrics, over_ranks
 from vime.training.pack import Pack, pack_all
 from vime.training.replay import Replay
 from vime.training.trainable import Trainable, forward
@@ -76,14 +77,14 @@ class Learner:
             values, metrics = self.critic.train_once(batch.microbatches, rewards, algorithm)
             scores = replace(scores, values=values)
         gathered = gather(batch, scores, algorithm)
-        parts = batch.parts(gathered.items)
+        minibatches = batch.by_minibatch(gathered.items)
         if self.critic is not None and not self.critic.once:
-            metrics = self.critic.train(parts)
+            metrics = self.critic.train(minibatches)
         metrics |= gathered.metrics
         if alone:
             return metrics
         step = partial(_train_microbatch, self.config)
-        updates = [self.trainable.update(step, part, advance=part is parts[-1]) for part in parts]
+        updates = [self.trainable.update(step, items, advance=items is minibatches[-1]) for items in minibatches]
         if self.replay is not None:
             self.replay.finish()
             replayed = sum_over_ranks(torch.tensor(sum(microbatch.replayed for microbatch in batch.microbatches)))
@@ -91,25 +92,17 @@ class Learner:
         every = algorithm.reference_refresh
         if self.reference is not None and every and self.scheduler.num_steps % every == 0:
             self.reference.copy(self.policy)
-        sums = [one for update in updates for one in update.sums]
-        mine = torch.stack(sums).double().sum(0) if sums else torch.zeros(len(Sum))
-        total = (sum_over_ranks(mine) / len(updates)).tolist()
-        names = METRICS if algorithm.name == "sft" else METRICS | ROLLOUT_METRICS
-        if algorithm.teacher is not None:
-            names = names | {"train/opd_reverse_kl": Sum.TEACHER_KL}
-        metrics |= {name: total[place] for name, place in names.items()}
-        if algorithm.name != "sft" and total[Sum.FRESH] > 0:
-            metrics["train/train_rollout_logprob_abs_diff"] = total[Sum.LOGPROB_DIFFERENCE] / total[Sum.FRESH]
+        metrics |= over_ranks([microbatch for update in updates for microbatch in update.results])
         norm = sum(update.gradient_norm for update in updates) / len(updates)
         return metrics | {"train/grad_norm": norm, "train/lr": updates[0].learning_rate}
 
     def _scores(self, packs: Sequence[Pack]) -> Scores:
         """The passes before the update that its result needs, and no other."""
-        before = self._score(packs) if self.config.algorithm.needs_policy_before else ()
+        outputs = self._score(packs) if self.config.algorithm.needs_policy_before else ()
         return Scores(
-            before=[output[0] if output is not None else None for output in before],
-            reference=self.reference.logprobs(packs) if self.reference is not None else (),
-            teacher=self._teacher_logprobs(packs),
+            policy_logprobs=[output[0] if output is not None else None for output in outputs],
+            reference_logprobs=self.reference.logprobs(packs) if self.reference is not None else (),
+            teacher_logprobs=self._teacher_logprobs(packs),
             values=self.critic.values(packs) if self.critic is not None and not self.critic.once else (),
         )
 
@@ -126,20 +119,20 @@ class Learner:
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """The policy's logprobs of each sample's trained tokens, float32, on every rank. Each replica scores all."""
         layout = parallel.pack_layout()
-        (parts,) = divide_into_packs([len(sample.token_ids) for sample in samples], 1, self.config.training, layout)
+        (divided,) = divide_into_packs([len(sample.token_ids) for sample in samples], 1, self.config.training, layout)
         equal = self.config.training.virtual_stages > 1
-        packs = pack_all([[samples[i] for i in part] for part in parts], layout, equal=equal)
-        before = model.set_temperature(self.policy, temperature)
+        packs = pack_all([[samples[i] for i in positions] for positions in divided], layout, equal=equal)
+        trained_at = model.set_temperature(self.policy, temperature)
         try:
             outputs = self._score(packs)
         finally:
-            model.set_temperature(self.policy, before)
+            model.set_temperature(self.policy, trained_at)
         result: list[Tensor] = [torch.empty(0)] * len(samples)
-        for part, packed, output in zip(parts, packs, outputs, strict=True):
+        for positions, packed, output in zip(divided, packs, outputs, strict=True):
             logprobs = output[0].contiguous() if output is not None else torch.empty_like(packed.rollout_logprobs)
             if self.config.training.pipeline_parallel > 1:
                 dist.broadcast(logprobs, src=parallel.last_stage_rank(), group=parallel.pipeline_group())
-            for number, i in enumerate(part):
+            for number, i in enumerate(positions):
                 result[i] = logprobs[packed.sample == number].cpu()
         return result
 
@@ -153,15 +146,15 @@ def _train_microbatch(config: Config, items: Iterator[Experience], module: Any) 
     microbatch = experience.microbatch
     output = module(**model.inputs(microbatch.pack))
 
-    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, MicrobatchMetrics]:
         try:
-            loss, sums = microbatch_loss(model.assemble(output, microbatch.pack), experience, config.algorithm)
+            loss, metrics = microbatch_loss(model.assemble(output, microbatch.pack), experience, config.algorithm)
         except NonFiniteLogprob as error:
             sample = int(microbatch.owners[error.index])
             raise RuntimeError(
                 f"sample {sample} of the batch: {error.name} is {error.value} on a trained token"
             ) from error
         # The second value divides gradients when Megatron averages by tokens; Trainable's finalize does not.
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
     return output, loss_function

@@ -1,134 +1,111 @@
-"""The loss of one microbatch: a weighted sum over its trained tokens, and the sums that the step's metrics need."""
+"""The loss of one microbatch: a weighted sum over its trained tokens, and the metrics about it."""
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vime.algorithms.aggregation import sample_sums, weighted_sum
+from vime.algorithms.aggregation import response_sums, weighted_sum
 from vime.algorithms.importance import importance_weights, log_ratios
 from vime.algorithms.kl import kl_estimate
-from vime.algorithms.losses import LARGEST_LOG_RATIO, cispo_loss, likelihood_loss, policy_loss, sequence_policy_loss
+from vime.algorithms.losses import LARGEST_LOG_RATIO, LOSSES, likelihood_loss
 from vime.algorithms.masking import kept
+from vime.algorithms.metrics import Metric
 from vime.config import Algorithm
 from vime.config.import_path import call_by_name, load_function
 from vime.errors import UserError
 from vime.training.batch import Microbatch
 from vime.training.experience import Experience
+from vime.training.metrics import MicrobatchMetrics, reduced
+
+Metrics = dict[str, Metric]
+"""By the name that they have in metrics.jsonl. To add one, add its line where its values are computed."""
 
 
-class Sum(IntEnum):
-    """Places of the sums in a microbatch's result. Each is weighted, so that adding up all ranks gives the mean."""
+def microbatch_loss(output: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, MicrobatchMetrics]:
+    """The loss to differentiate, a scalar, and the metrics.
 
-    LOSS = 0
-    POLICY = auto()
-    KL = auto()
-    ENTROPY = auto()
-    CLIPPED = auto()
-    LOGPROB_DIFFERENCE = auto()
-    FRESH = auto()
-    OLD_KL = auto()
-    RATIO = auto()
-    MISMATCH_KL = auto()
-    TRUNCATED = auto()
-    OUTSIDE = auto()
-    OUTSIDE_SEQUENCE = auto()
-    TEACHER_KL = auto()
-
-
-METRICS = {
-    "train/loss": Sum.LOSS,
-    "train/pg_loss": Sum.POLICY,
-    "train/kl_loss": Sum.KL,
-    "train/entropy_loss": Sum.ENTROPY,
-    "train/pg_clipfrac": Sum.CLIPPED,
-}
-ROLLOUT_METRICS = {
-    "train/train_rollout_kl": Sum.MISMATCH_KL,
-    "train/ppo_kl": Sum.OLD_KL,
-    "train/ois": Sum.RATIO,
-    "train/tis": Sum.TRUNCATED,
-    "train/tis_clipfrac": Sum.OUTSIDE,
-    "train/tis_sequence_clipfrac": Sum.OUTSIDE_SEQUENCE,
-}
-"""Metrics that need rollout logprobs, which demonstrations have not. Those of the importance-sampling corrections are
-measured whether one is on or off: mean truncated weight, and the share of tokens that each kind of mask would drop."""
-
-
-def microbatch_loss(output: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The loss to differentiate, a scalar, and float32 [len(Sum)] sums without gradient.
-
-    output: float32 [2, labelled tokens], logprobs and entropies of the policy.
-    Raises NonFiniteLogprob when a trained token's logprob is NaN or infinite.
+    output: float32 [2, trained tokens], logprobs and entropies of the policy.
+    Raises NonFiniteLogprob when a token's logprob is NaN or infinite.
     """
     microbatch, (logprobs, entropies) = experience.microbatch, output
-    weights, shares, trained = microbatch.weights, microbatch.shares, microbatch.weights > 0
-    sums: dict[Sum, Tensor] = {}
+    weights = microbatch.loss_weights
     if algorithm.name == "sft":
-        per_token = likelihood_loss(logprobs, trained)
+        per_token, metrics = likelihood_loss(logprobs, microbatch.mask), Metrics()
     else:
-        per_token, sums = _policy(logprobs, experience, algorithm)
-    policy = weighted_sum(per_token, weights)
-    loss = policy
-    if experience.reference is not None:
-        estimates = kl_estimate(
+        per_token, metrics = _policy(logprobs, experience, algorithm)
+    total = per_token
+    if experience.reference_logprobs is not None:
+        kl = kl_estimate(
             logprobs,
-            experience.reference,
+            experience.reference_logprobs,
             algorithm.kl_estimator,
-            trained,
+            microbatch.mask,
             algorithm.kl_clamp,
-            _old(logprobs, experience, algorithm) if algorithm.kl_unbiased else None,
+            _old_logprobs(logprobs, experience, algorithm) if algorithm.kl_unbiased else None,
         )
-        kl = weighted_sum(estimates, weights)
-        sums[Sum.KL] = kl
         if algorithm.kl_in == "loss":
-            loss = loss + algorithm.kl_coefficient * kl
+            total = total + algorithm.kl_coefficient * kl
+    else:
+        kl = torch.zeros_like(logprobs)
     if algorithm.entropy_coefficient:
-        loss = loss - algorithm.entropy_coefficient * weighted_sum(entropies, weights)
-    sums |= {Sum.LOSS: loss, Sum.POLICY: policy, Sum.ENTROPY: weighted_sum(entropies, shares)}
-    none = torch.zeros_like(policy)
-    return loss, torch.stack([sums.get(name, none) for name in Sum]).detach()
+        total = total - algorithm.entropy_coefficient * entropies
+    metrics |= {
+        "train/loss": Metric(total, weights=weights),
+        "train/pg_loss": Metric(per_token, weights=weights),
+        "train/kl_loss": Metric(kl, weights=weights),
+        "train/entropy_loss": Metric(entropies),
+    }
+    return weighted_sum(total, weights), reduced(metrics, microbatch.metric_weights)
 
 
-def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, dict[Sum, Tensor]]:
-    """The policy loss [T] of each token, and the sums about it."""
+def _policy(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> tuple[Tensor, Metrics]:
+    """The policy loss [T] of each token, and the metrics about it.
+
+    Those of the importance-sampling corrections are measured whether one is on or off: mean truncated weight, and the
+    share of tokens that each kind of mask would drop.
+    """
     microbatch, advantages = experience.microbatch, experience.advantages
     assert advantages is not None, "the last stage knows its advantages"
-    rollout, shares, trained = microbatch.pack.rollout_logprobs, microbatch.shares, microbatch.weights > 0
-    before, old = _before(logprobs, experience), _old(logprobs, experience, algorithm)
-    from_rollout = _from_rollout(microbatch, algorithm)
-    sums: dict[Sum, Tensor] = {}
-    if experience.teacher is not None:
-        gap = kept(experience.teacher, trained, "teacher_logprobs") - kept(before, trained, "logprobs")
+    mask, samples, fresh = microbatch.mask, microbatch.pack.sample, ~microbatch.stale
+    policy_logprobs = _policy_logprobs(logprobs, experience)
+    old_logprobs = _old_logprobs(logprobs, experience, algorithm)
+    metrics: Metrics = {}
+    if experience.teacher_logprobs is not None:
+        gap = kept(experience.teacher_logprobs, mask, "teacher_logprobs") - kept(policy_logprobs, mask, "logprobs")
         advantages = advantages + algorithm.teacher_coefficient * gap
-        sums[Sum.TEACHER_KL] = weighted_sum(-gap, shares)
-    per_token, clipped = _loss(logprobs, old, advantages, experience, algorithm)
-    mismatch = log_ratios(before, rollout, trained)
-    of_sample = _of_sample(mismatch, microbatch)
+        metrics["train/opd_reverse_kl"] = Metric(-gap)
+    per_token, clipped, of_loss = _loss(logprobs, old_logprobs, advantages, microbatch, algorithm)
+    # The trainer's and the engine's logprobs of the same tokens.
+    mismatch = log_ratios(policy_logprobs, microbatch.pack.rollout_logprobs, mask)
+    of_response = response_sums(mismatch, samples)
     bounds = algorithm.importance_low, algorithm.importance_high
-    truncated, outside = importance_weights(mismatch, of_sample, "truncated", *bounds)
-    outside_sequence = importance_weights(mismatch, of_sample, "sequence_mask", *bounds)[1]
+    truncated, outside = importance_weights(mismatch, of_response, "truncated", *bounds)
+    outside_sequence = importance_weights(mismatch, of_response, "sequence_mask", *bounds)[1]
     if algorithm.importance_sampling != "off":
         # A ratio from the engine's logprob corrects for the engine by itself, within a response too.
+        from_rollout = _from_rollout(microbatch, algorithm)
         own = torch.where(from_rollout, torch.zeros_like(mismatch), mismatch)
-        weight, _ = importance_weights(own, _of_sample(own, microbatch), algorithm.importance_sampling, *bounds)
+        weight, _ = importance_weights(own, response_sums(own, samples), algorithm.importance_sampling, *bounds)
         per_token = torch.where(from_rollout, per_token, per_token * weight)
-    change = torch.where(trained, logprobs.detach() - old, torch.zeros_like(old))
-    values = {
-        Sum.CLIPPED: clipped.float(),
+    change = logprobs.detach() - old_logprobs
+    ratio = change.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    metrics |= {
+        "train/pg_clipfrac": Metric(clipped.float()),
+        "train/ppo_kl": Metric(-change),
+        "train/ois": Metric(ratio),
+        "train/ratio_max": Metric(ratio, "max"),
+        "train/tis": Metric(truncated),
+        "train/tis_clipfrac": Metric(outside.float()),
+        "train/tis_sequence_clipfrac": Metric(outside_sequence.float()),
+        "train/train_rollout_kl": Metric(mismatch.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).expm1() - mismatch),
         # Only weights that sampled a token can be asked whether they agree with the engine about it.
-        Sum.LOGPROB_DIFFERENCE: mismatch.abs() * ~microbatch.stale,
-        Sum.FRESH: (~microbatch.stale).float(),
-        Sum.MISMATCH_KL: mismatch.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).expm1() - mismatch,
-        Sum.OLD_KL: -change,
-        Sum.RATIO: change.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(),
-        Sum.TRUNCATED: truncated,
-        Sum.OUTSIDE: outside.float(),
-        Sum.OUTSIDE_SEQUENCE: outside_sequence.float(),
+        "train/train_rollout_logprob_abs_diff": Metric(mismatch.abs(), where=fresh),
+        "train/train_rollout_logprob_abs_diff_max": Metric(mismatch.abs(), "max", where=fresh),
     }
-    return per_token, sums | {name: weighted_sum(value, shares) for name, value in values.items()}
+    return per_token, of_loss | metrics
 
 
 def _from_rollout(microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
@@ -142,54 +119,48 @@ def _from_rollout(microbatch: Microbatch, algorithm: Algorithm) -> Tensor:
             return torch.ones_like(microbatch.stale)
 
 
-def _before(logprobs: Tensor, experience: Experience) -> Tensor:
+def _policy_logprobs(logprobs: Tensor, experience: Experience) -> Tensor:
     """Logprobs [T] of the policy before the step.
 
     With one update a batch that is the policy that is differentiated, so no other pass is needed.
     """
-    return logprobs.detach() if experience.before is None else experience.before
+    return logprobs.detach() if experience.policy_logprobs is None else experience.policy_logprobs
 
 
-def _old(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> Tensor:
+def _old_logprobs(logprobs: Tensor, experience: Experience, algorithm: Algorithm) -> Tensor:
     """Logprobs [T] of the policy that ratios are taken from."""
     microbatch = experience.microbatch
-    rollout = microbatch.pack.rollout_logprobs
-    return torch.where(_from_rollout(microbatch, algorithm), rollout, _before(logprobs, experience))
+    own = _policy_logprobs(logprobs, experience)
+    return torch.where(_from_rollout(microbatch, algorithm), microbatch.pack.rollout_logprobs, own)
 
 
 def _loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, experience: Experience, algorithm: Algorithm
-) -> tuple[Tensor, Tensor]:
-    microbatch = experience.microbatch
-    trained = microbatch.weights > 0
-    low, high = algorithm.clip_low, algorithm.clip_high
-    match algorithm.loss:
-        case "clip":
-            return policy_loss(logprobs, old, advantages, trained, low, high, algorithm.clip_dual)
-        case "cispo":
-            return cispo_loss(logprobs, old, advantages, trained, low, high)
-        case "gspo":
-            change = log_ratios(logprobs, old, trained)
-            count = _of_sample(trained.float(), microbatch).clamp(min=1)
-            return sequence_policy_loss(
-                logprobs, old, advantages, trained, _of_sample(change, microbatch) / count, low, high
-            )
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, microbatch: Microbatch, algorithm: Algorithm
+) -> tuple[Tensor, Tensor, Metrics]:
+    """The loss [T] of `algorithm.loss`, where it clipped, and metrics of its own."""
     offered = {
-        "logprobs": torch.where(trained, logprobs, torch.zeros_like(logprobs)),
-        "old_logprobs": torch.where(trained, old, torch.zeros_like(old)),
+        "logprobs": logprobs,
+        "old_logprobs": old_logprobs,
         "advantages": advantages,
-        "mask": trained,
+        "mask": microbatch.mask,
         "rollout_logprobs": microbatch.pack.rollout_logprobs,
         "samples": microbatch.pack.sample,
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        "clip_dual": algorithm.clip_dual,
     }
     path = algorithm.loss
-    result = call_by_name(load_function(path, "algorithm.loss"), offered, path, "algorithm.loss")
-    per_token, clipped = result if isinstance(result, tuple) else (result, torch.zeros_like(trained))
-    if not isinstance(per_token, Tensor) or per_token.shape != logprobs.shape:
-        raise UserError(f"algorithm.loss={path} must return a tensor [{len(logprobs)}], a loss for each token")
-    return torch.where(trained, per_token, torch.zeros_like(per_token)), clipped
-
-
-def _of_sample(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """[T]: the sum of the values over the token's response. A response lies in one pack."""
-    return sample_sums(values, microbatch.pack.sample, len(microbatch.samples))[microbatch.pack.sample]
+    if path in LOSSES:
+        result: Any = LOSSES[path].call(offered)
+    else:
+        result = call_by_name(load_function(path, "algorithm.loss"), offered, path, "algorithm.loss")
+    per_token, *rest = result if isinstance(result, tuple) else (result,)
+    clipped, *metrics = rest or (torch.zeros_like(microbatch.mask),)
+    own: Metrics = metrics[0] if metrics else {}
+    values = {"a loss": per_token, "what it clipped": clipped, **{name: one.values for name, one in own.items()}}
+    for what, value in values.items():
+        if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+            raise UserError(
+                f"algorithm.loss={path} must return a tensor [{len(logprobs)}], a number for each token, as {what}"
+            )
+    return per_token, clipped, own

@@ -25,9 +25,9 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer update. sums: what the step said of each microbatch, on the last stage only."""
+    """One optimizer update. results: what the step said of each microbatch, on the last stage only."""
 
-    sums: list[Any]
+    results: list[Any]
     gradient_norm: float
     learning_rate: float
 
@@ -43,7 +43,7 @@ class Trainable:
         self.scheduler = _scheduler(self.optimizer, training)
 
     def update(self, step: Step, items: Sequence[Experience], *, advance: bool = True) -> UpdateResult:
-        """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, sums).
+        """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, result).
 
         advance: whether the learning rate's schedule goes on; it counts batches.
         Raises RuntimeError when the gradient is not finite.
@@ -51,14 +51,14 @@ class Trainable:
         for module in self.modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = _schedule(self.modules, step, items, _size(item.microbatch.pack for item in items))
+        results = _schedule(self.modules, step, items, _size(item.microbatch.pack for item in items))
         finite, gradient_norm, _ = self.optimizer.step()
         if not finite:
             raise RuntimeError("the gradient has NaN or infinite values: nothing was updated")
         rate = float(self.optimizer.param_groups[0]["lr"])
         if advance:
             self.scheduler.step(increment=1)
-        return UpdateResult(sums, float(gradient_norm or 0.0), rate)
+        return UpdateResult(results, float(gradient_norm or 0.0), rate)
 
 
 def forward(chunks: Sequence[Policy], packs: Sequence[Pack]) -> list[Tensor | None]:
