@@ -193,6 +193,66 @@ def test_bfloat16_goes_on_exactly(
         assert torch.equal(parts[0]["weights"][name], tensor), name
 
 
+class GroupAdam(torch.optim.Optimizer):
+    """Adam that counts its steps in the parameter groups, from its first step on, as Transformer Engine's does."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        adam_w_mode: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = count = group.get("step", 0) + 1
+            low, high = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(parameter))
+                state["exp_avg"].lerp_(parameter.grad, 1 - low)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - high)
+                deviation = (state["exp_avg_sq"] / (1 - high**count)).sqrt() + group["eps"]
+                parameter *= 1 - group["lr"] * group["weight_decay"]
+                parameter -= group["lr"] * state["exp_avg"] / (1 - low**count) / deviation
+
+
+def _with_group_adam(rank: int, store: Any, world_size: int, function: Any, *arguments: Any) -> Any:
+    """`function` where Megatron finds this Adam in place of torch's, as it finds Transformer Engine's on a GPU."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (optimizer, distrib_optimizer):
+            patch.setattr(module, "Adam", GroupAdam)
+        patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+        patch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+        return function(rank, store, world_size, *arguments)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_count_of_steps_in_the_parameter_groups_comes_back(
+    ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path, distributed: bool
+) -> None:
+    model, batches = prepared
+    layout = {"distributed_optimizer": distributed}
+    (whole,) = ranks.run(1, _with_group_adam, _uninterrupted, model, tmp_path / "whole", batches[:2], layout)
+    for step in (1, 2):
+        (parts,) = ranks.run(1, _with_group_adam, _part, model, tmp_path / "parts", batches, layout, step)
+    assert parts["metrics"] == whole["metrics"][1:]
+    for name, tensor in whole["weights"].items():
+        assert torch.equal(parts["weights"][name], tensor), name
+
+
 def test_random_states_come_back_in_the_same_layout(
     ranks: Ranks, prepared: tuple[Path, list[tuple[Path, Manifest]]], tmp_path: Path
 ) -> None:

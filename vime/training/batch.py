@@ -52,11 +52,12 @@ class Microbatch:
 class Batch:
     """A rank's share of a step.
 
-    microbatches: of all minibatches, one minibatch after the other, each with as many. tokens, trained_tokens: of the
-    whole batch, over all ranks. rewards, response_tokens: float32 [N] and groups: int64 [N] of its samples, on the CPU,
-    the same on every rank.
+    step: its number. microbatches: of all minibatches, one minibatch after the other, each with as many. tokens,
+    trained_tokens: of the whole batch, over all ranks. rewards, response_tokens: float32 [N] and groups: int64 [N] of
+    its samples, on the CPU, the same on every rank.
     """
 
+    step: int
     microbatches: tuple[Microbatch, ...]
     minibatches: tuple[int, ...]
     """Number of microbatches of each."""
@@ -93,6 +94,7 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int,
         for positions, division in zip(chosen, mine, strict=True)
     ]
     return Batch(
+        manifest.step,
         tuple(microbatch for microbatches in minibatches for microbatch in microbatches),
         minibatches=tuple(len(microbatches) for microbatches in minibatches),
         tokens=sum(entry.tokens for entry in entries),

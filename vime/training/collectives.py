@@ -52,6 +52,15 @@ def moments_over_ranks(mine: Tensor | None) -> Tensor:
     return combine(torch.stack(parts))
 
 
+def first_known(value: Any) -> Any:
+    """The JSON value of the lowest rank that has one, on every rank; None where a rank has none, and when all have."""
+    device = torch.device(torch.cuda.current_device())
+    nobody = dist.get_world_size()
+    rank = torch.tensor(nobody if value is None else dist.get_rank(), device=device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MIN)
+    return broadcast_json(value, src=int(rank)) if int(rank) < nobody else None
+
+
 def broadcast_bytes(data: bytes, src: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
     """`data` of the global rank `src`, on every rank of `group` (default: all); what other ranks pass is not read."""
     device = torch.device(torch.cuda.current_device())

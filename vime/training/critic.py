@@ -98,23 +98,26 @@ class Critic:
         return [output[0] if output is not None else None for output in outputs]
 
     def train_once(
-        self, microbatches: Sequence[Microbatch], rewards: Sequence[Tensor], algorithm: Algorithm
+        self, microbatches: Sequence[Microbatch], rewards: Sequence[Tensor], algorithm: Algorithm, step: int
     ) -> tuple[Sequence[Tensor | None], dict[str, float]]:
         """One update by a whole batch: the values before it, as `values` gives them, and the metrics.
 
         rewards: of each token, from which and from the values the targets are made on the way.
         """
         items = [Experience(one, rewards=reward) for one, reward in zip(microbatches, rewards, strict=True)]
-        updated = self.trainable.update(partial(_train_at_once, algorithm), items)
+        updated = self.trainable.update(partial(_train_at_once, algorithm), items, f"step {step}, critic")
         values = [one[1] for one in updated.results]
         updated = replace(updated, results=[one[0] for one in updated.results])
         return values or [None] * len(items), self._metrics([updated])
 
-    def train(self, minibatches: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    def train(self, minibatches: Sequence[Sequence[Experience]], step: int) -> dict[str, float]:
         """An update by each minibatch, `critic.updates` times. Metrics: means over the last time, on every rank."""
-        step = partial(_train_pack, self.settings.value_clip)
+        train_pack = partial(_train_pack, self.settings.value_clip)
         every = [items for _ in range(self.settings.updates) for items in minibatches]
-        done = [self.trainable.update(step, items, advance=i == len(every) - 1) for i, items in enumerate(every)]
+        done = [
+            self.trainable.update(train_pack, items, f"step {step}, critic", advance=i == len(every) - 1)
+            for i, items in enumerate(every)
+        ]
         return self._metrics(done[-len(minibatches) :])
 
     def _metrics(self, last: Sequence[UpdateResult]) -> dict[str, float]:
@@ -132,7 +135,7 @@ def _train_pack(value_clip: float, items: Iterator[Experience], module: Any) -> 
         old_values, returns = experience.values, experience.returns
         assert old_values is not None, "the last stage knows the values"
         assert returns is not None, "the last stage knows the returns"
-        values = model.assemble(output, microbatch.pack)[0]
+        values = experience.watched(model.assemble(output, microbatch.pack))[0]
         loss, metrics = _loss(values, old_values, returns, microbatch, value_clip)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
@@ -145,7 +148,7 @@ def _train_at_once(algorithm: Algorithm, items: Iterator[Experience], module: An
     assert rewards is not None, "rewards are known before the values"
 
     def loss_function(output: Tensor) -> tuple[Tensor, Tensor, tuple[MicrobatchMetrics, Tensor]]:
-        values = model.assemble(output, microbatch.pack)[0]
+        values = experience.watched(model.assemble(output, microbatch.pack))[0]
         old_values = values.detach()
         _, returns = token_advantages(rewards, old_values, microbatch, algorithm)
         loss, metrics = _loss(values, old_values, returns, microbatch, algorithm.critic.value_clip)

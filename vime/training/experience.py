@@ -54,6 +54,22 @@ class Experience:
     returns: Tensor | None = None
     values: Tensor | None = None
     rewards: Tensor | None = None
+    output_gradients: list[Tensor] = field(default_factory=list)
+    """Of the loss by the model's output, once it is known: [outputs, labelled tokens]."""
+
+    def watched(self, output: Tensor) -> Tensor:
+        """The model's output for this microbatch, whose gradient is kept."""
+        if output.requires_grad:
+            output.register_hook(self.output_gradients.append)
+        return output
+
+    def strange_sample(self) -> int | None:
+        """The sample of the first token whose output has a gradient that is not finite."""
+        for gradient in self.output_gradients:
+            strange = (~torch.isfinite(gradient)).any(0).nonzero()
+            if len(strange):
+                return int(self.microbatch.owners[strange[0, 0]])
+        return None
 
 
 @dataclass(frozen=True)

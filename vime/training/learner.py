@@ -74,17 +74,20 @@ class Learner:
         alone = self.critic is not None and self.critic.alone
         if self.critic is not None and self.critic.once:
             rewards = rewards_of_tokens(batch, scores, algorithm)
-            values, metrics = self.critic.train_once(batch.microbatches, rewards, algorithm)
+            values, metrics = self.critic.train_once(batch.microbatches, rewards, algorithm, batch.step)
             scores = replace(scores, values=values)
         gathered = gather(batch, scores, algorithm)
         minibatches = batch.by_minibatch(gathered.items)
         if self.critic is not None and not self.critic.once:
-            metrics = self.critic.train(minibatches)
+            metrics = self.critic.train(minibatches, batch.step)
         metrics |= gathered.metrics
         if alone:
             return metrics
         step = partial(_train_microbatch, self.config)
-        updates = [self.trainable.update(step, items, advance=items is minibatches[-1]) for items in minibatches]
+        updates = [
+            self.trainable.update(step, items, f"step {batch.step}", advance=items is minibatches[-1])
+            for items in minibatches
+        ]
         if self.replay is not None:
             self.replay.finish()
             replayed = sum_over_ranks(torch.tensor(sum(microbatch.replayed for microbatch in batch.microbatches)))
@@ -148,7 +151,8 @@ def _train_microbatch(config: Config, items: Iterator[Experience], module: Any) 
 
     def loss_function(output: Tensor) -> tuple[Tensor, Tensor, MicrobatchMetrics]:
         try:
-            loss, metrics = microbatch_loss(model.assemble(output, microbatch.pack), experience, config.algorithm)
+            output = experience.watched(model.assemble(output, microbatch.pack))
+            loss, metrics = microbatch_loss(output, experience, config.algorithm)
         except NonFiniteLogprob as error:
             sample = int(microbatch.owners[error.index])
             raise RuntimeError(

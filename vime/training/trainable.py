@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from vime.config import Config, Training
 from vime.models.hf_folder import torch_dtype
+from vime.training.collectives import first_known
 from vime.training.experience import Experience
 from vime.training.model import Policy, assemble, inputs
 from vime.training.pack import Pack
@@ -42,23 +45,51 @@ class Trainable:
         self.optimizer = _optimizer(self.modules, training)
         self.scheduler = _scheduler(self.optimizer, training)
 
-    def update(self, step: Step, items: Sequence[Experience], *, advance: bool = True) -> UpdateResult:
+    def update(self, step: Step, items: Sequence[Experience], what: str, *, advance: bool = True) -> UpdateResult:
         """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, result).
 
-        advance: whether the learning rate's schedule goes on; it counts batches.
-        Raises RuntimeError when the gradient is not finite.
+        what: which update this is, for an error. advance: whether the learning rate's schedule goes on; it counts
+        batches.
+        Raises RuntimeError when the gradient is not finite, before anything is updated.
         """
         for module in self.modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = _schedule(self.modules, step, items, _size(item.microbatch.pack for item in items))
-        finite, gradient_norm, _ = self.optimizer.step()
-        if not finite:
-            raise RuntimeError("the gradient has NaN or infinite values: nothing was updated")
+        # Megatron's own step() looks for NaN only with a loss scale: the weights would have it before the norm is seen.
+        self.optimizer.prepare_grads()
+        gradient_norm = float(self.optimizer.get_grad_norm() or 0.0)
+        if not math.isfinite(gradient_norm):
+            raise RuntimeError(f"{what}: {self._strange(gradient_norm, items)}")
+        self._clip(gradient_norm)
+        self.optimizer.step_with_ready_grads()
         rate = float(self.optimizer.param_groups[0]["lr"])
         if advance:
             self.scheduler.step(increment=1)
-        return UpdateResult(results, float(gradient_norm or 0.0), rate)
+        return UpdateResult(results, gradient_norm, rate)
+
+    def _clip(self, gradient_norm: float) -> None:
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters, limit = optimizer.get_parameters(), optimizer.config.clip_grad
+            if parameters and limit > 0:
+                clip_grad_by_total_norm_fp32(parameters, limit, gradient_norm)
+
+    def _strange(self, gradient_norm: float, items: Sequence[Experience]) -> str:
+        """One line about a gradient that is not finite, the same on every rank."""
+        sample = first_known(next((s for s in (item.strange_sample() for item in items) if s is not None), None))
+        gradients = (
+            (name, parameter.main_grad)
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        )
+        parameter = first_known(next((name for name, one in gradients if not torch.isfinite(one).all()), None))
+        where = [
+            f"first in {parameter}" if parameter is not None else "",
+            f"from sample {sample} of the batch" if sample is not None else "",
+        ]
+        places = ", ".join(filter(None, where))
+        return f"the gradient's norm is {gradient_norm}{f' ({places})' if places else ''}: the weights are as before"
 
 
 def forward(chunks: Sequence[Policy], packs: Sequence[Pack]) -> list[Tensor | None]:
@@ -102,7 +133,7 @@ def _data_parallel(chunks: Sequence[Policy], config: Config) -> list[Distributed
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=config.training.distributed_optimizer,
-        check_for_nan_in_grad=False,  # the optimizer step checks the reduced gradient
+        check_for_nan_in_grad=False,  # `update` looks at the norm of the whole gradient
     )
     modules = [
         # Only the first chunk's gradients are reduced while others are still computed.

@@ -127,8 +127,10 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any], steps:
             if _counts_steps(part):  # of which Megatron leaves out a count of 0
                 state.get("optimizer", state)["state"]["common_step"] = torch.tensor(steps)
             part.load_state_dict(state)
+            _count_in_groups(part, steps)
             continue
         part.load_state_dict(state)
+        _count_in_groups(part, steps)
         # Megatron looks up every entry of torch Adam's state among the loaded tensors, but keeps the count of steps
         # elsewhere. Restored above, it is one tensor for all parameters, which each of them would count up.
         adam = part.optimizer.state
@@ -136,6 +138,16 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any], steps:
         part.load_parameter_state_from_fully_reshardable(tensors)
         for state in counted:
             state["step"] = torch.tensor(steps)
+
+
+def _count_in_groups(part: Any, steps: float) -> None:
+    """Restore the count of an optimizer that keeps it in its parameter groups, as Transformer Engine's Adam does.
+
+    It has no such entry before its first step, so that none is among the settings of a fresh one.
+    """
+    if steps and not _counts_steps(part):
+        for group in part.optimizer.param_groups:
+            group["step"] = int(steps)
 
 
 def give_state(optimizer: MegatronOptimizer) -> None:
