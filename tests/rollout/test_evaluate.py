@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from vime.rollout.data.format import FormatFailed, Turns
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.evaluate import (
+    EvaluationTask,
+    Result,
     evaluate,
     evaluated_versions,
     evaluation_due,
@@ -27,7 +31,7 @@ from vime.rollout.evaluate import (
 )
 from vime.rollout.group import Generation
 from vime.rollout.limits import Limits
-from vime.rollout.rewards.scorer import Scorer
+from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
 
 LIMITS = Limits(context=40, stop_token_ids=(0,), max_response=20)
 
@@ -61,6 +65,16 @@ class Engine:
         texts = ["y" if right and i < 2 else "n" for i in range(samples)]
         version = np.array([[0, 3]], np.int32)
         return [Completion(np.array([ord(t), 0], np.int32), np.zeros(2, np.float32), "stop", version) for t in texts]
+
+
+class LossyScorer(Scorer):
+    """Gives no reward for some wrong answers to the problem that is solved, and none to one problem at all."""
+
+    async def score(self, problem: Problem, answers: Sequence[Answer]) -> list[float | Unscored]:
+        if problem.prompt == "d":
+            return [Unscored("down")] * len(answers)
+        rewards = await super().score(problem, answers)
+        return [Unscored("down") if "e" in problem.prompt and i == 3 else one for i, one in enumerate(rewards)]
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
@@ -125,17 +139,10 @@ def test_a_prompt_that_the_format_fails_on_is_left_out_and_reported(tmp_path: Pa
     assert events == [{"prompt": held_out[1].uid, "reason": "no !"}]
 
 
-def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
-    config = config_with(
-        tmp_path,
-        "evaluation.prompts=0",
-        f"evaluation.datasets={{hard: {{path: {tmp_path}/hard.jsonl, samples_per_prompt: 4, temperature: 0.5}}}}",
-    )
-    (task,) = asyncio.run(evaluation_tasks(config, [], render, LIMITS, unreported))
-    engine, calls = Engine(), UserCalls(1)
+def evaluated(task: EvaluationTask, engine: Engine, scorer: Scorer) -> Result:
     generation = Generation(
         client=engine,  # type: ignore[arg-type]
-        scorer=Scorer(task.data, 5, calls),
+        scorer=scorer,
         tokenizer=Letters(),
         turns=Turns(task.data, Letters(), (0,)),
         sampling=Sampling(task.temperature, task.top_p, (0,)),
@@ -144,10 +151,36 @@ def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
         seed="1/evaluation",
         report=unreported,
     )
-    result = asyncio.run(evaluate(generation, task, concurrency=2))
+    return asyncio.run(evaluate(generation, task, concurrency=2))
+
+
+def test_the_answers_are_counted_by_problem(tmp_path: Path) -> None:
+    config = config_with(
+        tmp_path,
+        "evaluation.prompts=0",
+        f"evaluation.datasets={{hard: {{path: {tmp_path}/hard.jsonl, samples_per_prompt: 4, temperature: 0.5}}}}",
+    )
+    (task,) = asyncio.run(evaluation_tasks(config, [], render, LIMITS, unreported))
+    engine = Engine()
+    result = evaluated(task, engine, Scorer(task.data, 5, UserCalls(1)))
     assert (result.dataset, result.samples, result.unscored) == ("hard", 20, 0)
+    assert result.unscored_problems == 0
     assert result.accuracy == result.mean_reward == pytest.approx(2 / 20)
     # One of five problems, solved by 2 of 4: pass@2 = 1 - C(2, 2) / C(4, 2).
     assert result.pass_at == {"1": pytest.approx(0.1), "2": pytest.approx(5 / 6 / 5), "4": pytest.approx(0.2)}
     assert {(samples, most, sampling.temperature) for samples, most, sampling, _ in engine.asked} == {(4, 20, 0.5)}
     assert len({seed for *_, seed in engine.asked}) == 5
+
+
+def test_unscored_samples_are_counted_and_left_out(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "evaluation={prompts: 3, samples_per_prompt: 4}")
+    held_out = [Problem(letter, "y") for letter in "ecd"]
+    (task,) = asyncio.run(evaluation_tasks(config, held_out, render, LIMITS, unreported))
+    result = evaluated(task, Engine(), LossyScorer(task.data, 5, UserCalls(1)))
+    # e: 2 of 3 scored samples; c: 0 of 4; d: none scored.
+    assert (result.samples, result.unscored, result.unscored_problems) == (7, 5, 1)
+    assert result.accuracy == pytest.approx(2 / 7), "each sample counts alike"
+    assert result.pass_at["1"] == pytest.approx((2 / 3 + 0) / 2), "each problem counts alike"
+    nothing = replace(task, prompts=tuple(p for p in task.prompts if p.problem.prompt == "d"))
+    result = evaluated(nothing, Engine(), LossyScorer(task.data, 5, UserCalls(1)))
+    assert (result.accuracy, result.pass_at, result.unscored) == (None, {}, 4), "no accuracy is not an accuracy of 0"

@@ -316,6 +316,21 @@ def test_groups_without_spread_are_replaced() -> None:
     assert metrics["rollout/dropped_samples"] == 0
 
 
+@pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2), (1.0, 1.0 + 2e-7), (0.0, 1e-9), (1.0, 1.0 + 1e-5), (2.0, 2.0)])
+def test_no_spread_is_the_same_for_metric_filter_and_advantage(rewards: tuple[float, ...]) -> None:
+    import torch
+
+    from vime.algorithms.advantages import group_advantages
+    from vime.rollout.filters import rewards_are_equal
+
+    statistics = StepStatistics(all_rewards=[list(rewards)])
+    in_float32 = torch.tensor(rewards, dtype=torch.float32)
+    advantages = group_advantages(in_float32, torch.zeros(len(rewards), dtype=torch.int64), True)
+    equal = not bool(advantages.any())
+    assert statistics.metrics(1)["rollout/zero_std_ratio"] == float(equal)
+    assert rewards_are_equal(rewards) == equal
+
+
 def test_when_the_filter_keeps_nothing_the_error_reports_the_share() -> None:
     """Case 4."""
     with pytest.raises(TooManyLost, match=r"6 of 6 groups \(100%\) were filtered out: 6 x all rewards are equal"):

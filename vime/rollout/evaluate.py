@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
-from vime.buffer.sample import Group
+from vime.buffer.sample import Group, Sample
 from vime.config import Config, Data
 from vime.errors import UserError
 from vime.rollout.data.format import Format, FormatFailed
@@ -28,16 +28,21 @@ class Result:
     """One evaluation of one data set."""
 
     dataset: str
-    accuracy: float
-    """Share of the samples with a full reward."""
-    mean_reward: float
+    accuracy: float | None
+    """Share of the scored samples with a full reward: each sample counts alike. None when none was scored."""
+    mean_reward: float | None
     samples: int
+    """Samples with a reward."""
     unscored: int
-    """Samples that gave no reward within the tries, left out of the others."""
+    """Samples that gave no reward within the tries, left out of all shares."""
+    unscored_problems: int
+    """Problems of which no sample gave one."""
     pass_at: dict[str, float]
-    """pass@k by k."""
-    truncated: float
-    """Share of the samples that were cut off."""
+    """pass@k by k, the mean over problems with at least k scored samples: each problem counts alike. pass@1 is the
+    accuracy when no sample is unscored; otherwise a problem that lost samples counts as much as before in pass@1, and
+    less in the accuracy."""
+    truncated: float | None
+    """Share of the scored samples that were cut off."""
     seconds: float
 
 
@@ -135,17 +140,21 @@ async def evaluate(generation: Generation, task: EvaluationTask, concurrency: in
     groups = [group for group, _ in (one.result() for one in asked) if group is not None]
     samples = [sample for group in groups for sample in group.samples]
     solved = [sum(sample.reward >= SOLVED for sample in group.samples) for group in groups]
-    count = max(len(samples), 1)
     return Result(
         dataset=task.name,
-        accuracy=sum(solved) / count,
-        mean_reward=sum(sample.reward for sample in samples) / count,
+        accuracy=_share(sum(solved), samples),
+        mean_reward=_share(sum(sample.reward for sample in samples), samples),
         samples=len(samples),
         unscored=sum(one.result()[1].dropped for one in asked),
+        unscored_problems=len(asked) - len(groups),
         pass_at=mean_pass_at([(len(group.samples), c) for group, c in zip(groups, solved, strict=True)], task.samples),
-        truncated=sum(sample.finish_reason == "truncated" for sample in samples) / count,
+        truncated=_share(sum(sample.finish_reason == "truncated" for sample in samples), samples),
         seconds=round(time.monotonic() - begun, 3),
     )
+
+
+def _share(total: float, samples: Sequence[Sample]) -> float | None:
+    return total / len(samples) if samples else None
 
 
 async def _fitting(problems: Sequence[Problem], render: Format, limits: Limits, report: Report) -> list[Prompt]:

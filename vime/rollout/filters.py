@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from vime.algorithms.spread import spread_is_residue
 from vime.buffer.sample import Group
 from vime.config import Rollout
 from vime.config.import_path import load_function, named_arguments
@@ -17,12 +20,15 @@ from vime.errors import UserError
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import CallFailed, UserCalls
 
-RESIDUE = 2.0**-20
-"""Rewards closer than this share of the largest are equal but for rounding; the advantages take them for that too."""
-
 
 class FilterFailed(Exception):
     """A filter of the user's gave no judgement: it raised, took too long, or returned what is neither yes nor no."""
+
+
+def rewards_are_equal(rewards: Sequence[float]) -> bool:
+    """Whether the advantages will take these rewards, which reach them in float32, for equal."""
+    seen = np.asarray(rewards, np.float32).astype(np.float64)
+    return bool(spread_is_residue(seen.min(), seen.max()))
 
 
 class Filters:
@@ -55,8 +61,7 @@ class Filters:
         if self._group_name is None:
             return None
         if self._group is None:
-            spread = max(rewards) - min(rewards)
-            return "all rewards are equal" if spread <= RESIDUE * max(map(abs, rewards)) else None
+            return "all rewards are equal" if rewards_are_equal(rewards) else None
         offered = {"rewards": rewards, "record": problem.record, "group": group}
         given = {name: offered[name] for name in self._takes}
         field = f"rollout.group_filter={self._group_name}"

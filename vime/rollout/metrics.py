@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vime.buffer.sample import Group
+from vime.rollout.filters import rewards_are_equal
 from vime.rollout.group import Tally
 
 
@@ -66,7 +67,7 @@ class StepStatistics:
             "perf/rollout_tok_per_s": self.tally.tokens / max(self.seconds, 1e-9),
         }
         if self.all_rewards:
-            measured["rollout/zero_std_ratio"] = float(np.mean([len(set(r)) == 1 for r in self.all_rewards]))
+            measured["rollout/zero_std_ratio"] = float(np.mean([rewards_are_equal(r) for r in self.all_rewards]))
         if not self.lengths:
             return measured
         if self.versions:
