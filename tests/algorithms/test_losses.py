@@ -170,6 +170,16 @@ def test_a_clamped_estimate_has_no_gradient_beyond() -> None:
     assert new.grad.tolist() == [1.0, 0.0]
 
 
+def test_a_clamped_unbiased_estimate_has_no_gradient_beyond_either() -> None:
+    # Ratios e**0.5 to p_old. k1 0.5 is free: e**0.5 * 0.5, and by log p e**0.5 * (1 + 0.5). k1 -3 is clamped to -2.
+    new = f32(-1.0, -3.0).requires_grad_()
+    estimate = kl_estimate(new, f32(-1.5, 0.0), "k1", torch.ones(2), clamp=2.0, old_logprobs=new.detach() - 0.5)
+    grown = math.exp(0.5)
+    torch.testing.assert_close(estimate, f32(0.5 * grown, -2.0 * grown))
+    estimate.sum().backward()
+    torch.testing.assert_close(new.grad, f32(1.5 * grown, 0.0))
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_an_unbiased_estimate_has_the_divergence_s_gradient(estimator: Literal["k1", "k2", "k3"]) -> None:
     # Sampled from an older policy: the sum over all words of p_old * estimate is exact.
