@@ -195,6 +195,10 @@ def test_a_model_folder_must_be_there_and_say_its_sizes(tmp_path: Path) -> None:
         (["algorithm.old_logprobs=rollout", "algorithm.importance_sampling=truncated"], "set algorithm.importance_sam"),
         (["algorithm.kl_in=reward", "algorithm.kl_unbiased=true"], "a reward has no gradient"),
         (["rollout.samples_per_prompt=1", "algorithm.advantage=rloo"], "rloo compares responses of one prompt"),
+        (
+            ["algorithm.loss=gspo", "algorithm.importance_sampling=truncated", "buffer.max_staleness=1"],
+            "set algorithm.old_logprobs=trainer, or rollout.mask_off_policy=true",
+        ),
         (["algorithm.minibatches=3"], "a step's 256 samples do not divide over 3 minibatches x 2 data-parallel ranks"),
         (["algorithm.teacher=nowhere"], "algorithm.teacher: there is no folder"),
         (["algorithm.teacher=http://u:p@host:1"], "must be http://host:port, without user, password or query"),

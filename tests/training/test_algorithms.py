@@ -296,6 +296,46 @@ def test_the_critic_learns_alone_first(ranks: Ranks, prepared: tuple[Path, Manif
         assert torch.equal(only["weights"][name], tensor), name
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_minibatch_without_a_trained_token_makes_no_update(
+    ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path, place: int
+) -> None:
+    """The step is then the one of the other minibatch alone, but for how its samples are normalised."""
+    folder, _ = prepared
+    rule = {"name": "ppo", "minibatches": 2, "advantage": "gae", "critic": {"learning_rate": 1e-3, "updates": 2}}
+
+    def silent(group: Group) -> Group:
+        if (group.index >= 2) == place:
+            return group
+        samples = tuple(replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in group.samples)
+        return replace(group, samples=samples)
+
+    manifest = judged_batch(folder, tmp_path, silent)
+    trained = tuple(sample for sample in manifest.samples if sample.masked_in)
+    assert {sample.group for sample in trained} == ({2, 3} if place else {0, 1})
+    alone = manifest.model_copy(update={"samples": trained})
+    (expected,) = ranks.run(1, run_steps, tmp_path, alone, {**rule, "minibatches": 1}, {})
+    for world_size, training in ((1, {}), LAYOUTS["pp2"]):
+        for result in ranks.run(world_size, run_steps, tmp_path, manifest, rule, training):
+            for seen, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+                assert seen.pop("train/skipped_minibatches") == 1
+                assert wanted["train/skipped_minibatches"] == 0
+                assert seen == pytest.approx({name: wanted[name] for name in seen}, abs=2e-5, rel=2e-5)
+
+
+def test_a_warm_up_reaches_its_peak_at_its_last_step_and_the_policy_s_schedule_ends(
+    ranks: Ranks, prepared: tuple[Path, Manifest]
+) -> None:
+    critic = {"learning_rate": 1e-3, "warmup_steps": 2, "critic_only_steps": 2}
+    training = {"learning_rate": 4e-3, "warmup_steps": 2, "schedule": "linear", "steps": 6}
+    (result,) = ranks.run(1, run_steps, *prepared, {"name": "ppo", "critic": critic}, training, 6)
+    policy = [metrics["train/lr"] for metrics in result["metrics"] if "train/lr" in metrics]
+    # Four steps, two of them the warm-up; after the decay's three steps from the peak, which come to 0 with step 7.
+    assert policy == pytest.approx([2e-3, 4e-3, 4e-3 * 2 / 3, 4e-3 / 3])
+    rates = [metrics["train/critic_lr"] for metrics in result["metrics"]]
+    assert rates == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4])
+
+
 def test_an_own_algorithm_trains_as_printed(ranks: Ranks, prepared: tuple[Path, Manifest], tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(printed_file("my_algorithm.py"), encoding="utf-8")
     own = {"advantage": "my_algorithm:advantage", "loss": "my_algorithm:loss"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,9 @@ def test_it_is_refused_on_every_rank_before_anything_changes(
 
 
 def test_the_norm_is_known_without_a_limit(ranks: Ranks, prepared: tuple[Path, Manifest]) -> None:
-    for distributed in (True, False):
-        norms = []
-        for limit in (0.0, 1.0):
-            training = {"clip_grad": limit, "distributed_optimizer": distributed}
-            ((message, _, metrics),) = ranks.run(1, _step, *prepared, {}, training)
-            assert message == ""
-            norms.append(metrics["train/grad_norm"])
-        assert norms[0] == norms[1] > 1e-3
-        assert math.isfinite(norms[0])
+    norms = []
+    for limit in (0.0, 1.0):
+        ((message, _, metrics),) = ranks.run(1, _step, *prepared, {}, {"clip_grad": limit})
+        assert message == ""
+        norms.append(metrics["train/grad_norm"])
+    assert norms[0] == norms[1] > 1e-3

@@ -31,9 +31,10 @@ class Critic(Section):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate; the rest of its optimizer's settings are those of `training`."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear learning-rate warm-up."""
+    """Steps of linear learning-rate warm-up: step w of w has `learning_rate`, step 1 a w-th of it."""
     critic_only_steps: int = Field(0, ge=0)
-    """First steps of the run in which the critic alone learns: the policy, and its version's weights, stay."""
+    """First steps of the run in which the critic alone learns: the policy, and its version's weights, stay. The
+    policy's learning-rate schedule begins after them and ends with the run."""
     updates: int = Field(1, ge=1)
     """How often a batch is gone through, with an update by each of its minibatches."""
     value_clip: float = Field(0.2, gt=0)
@@ -75,7 +76,7 @@ class Algorithm(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence. In a reward k1 is the usual one; in a loss its gradient is zero on average."""
     kl_clamp: float | None = Field(None, gt=0)
-    """Largest |estimate| of a token. null: all."""
+    """Largest |estimate| of a token, before `kl_unbiased`; a token beyond has no gradient of it. null: all."""
     kl_unbiased: bool = False
     """In the loss, multiply a token's estimate by its probability ratio: its gradient is then the divergence's own."""
     reference: Literal["initial"] | Path = "initial"

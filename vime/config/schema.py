@@ -86,6 +86,20 @@ class Config(Section):
         """The weight-transfer backend: `weights.backend`, or the device's own."""
         return self.weights.backend or ("nccl" if self.cluster.device == "cuda" else "gloo")
 
+    @property
+    def _mixes_ratios(self) -> bool:
+        """Whether a response's one ratio may be over tokens of which some are corrected for the engine already.
+
+        GSPO's gradient is the response's where all its tokens have one weight. A stale token's ratio is to the engine
+        and needs no correction, a fresh one's is to the trainer and gets one: in one response the weights would differ.
+        """
+        return (
+            self.algorithm.loss == "gspo"
+            and self.algorithm.old_logprobs == "auto"
+            and self.buffer.max_staleness > 0
+            and not self.rollout.mask_off_policy
+        )
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         if self.algorithm.routing_replay and self.algorithm.name == "sft":
@@ -119,6 +133,12 @@ class Config(Section):
             raise ValueError(
                 f"{self.algorithm.estimator} compares responses of one prompt: rollout.samples_per_prompt must be at"
                 " least 2"
+            )
+        if self._mixes_ratios and self.algorithm.importance_sampling != "off":
+            raise ValueError(
+                f"algorithm.loss=gspo has one ratio a response, and with algorithm.old_logprobs=auto and"
+                f" buffer.max_staleness={self.buffer.max_staleness} algorithm.importance_sampling would correct some of"
+                " its tokens only; set algorithm.old_logprobs=trainer, or rollout.mask_off_policy=true"
             )
         if self.weights.backend == "nccl" and self.cluster.device == "cpu":
             raise ValueError("weights.backend=nccl needs cluster.device=cuda; on a CPU use gloo")

@@ -61,9 +61,9 @@ class Training(Section):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear learning-rate warm-up."""
+    """Steps of linear learning-rate warm-up: step w of w has `learning_rate`, step 1 a w-th of it."""
     min_learning_rate: float = Field(0.0, ge=0)
-    """Learning rate at the end when `schedule` is cosine or linear."""
+    """Learning rate that a cosine or linear `schedule` has come down to after the last step."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     weight_decay: float = Field(0.1, ge=0)

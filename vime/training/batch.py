@@ -61,6 +61,8 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     minibatches: tuple[int, ...]
     """Number of microbatches of each."""
+    untrained: tuple[int, ...]
+    """The minibatches without a token to train on, of which no update is made."""
     tokens: int
     trained_tokens: int
     rewards: Tensor
@@ -68,9 +70,10 @@ class Batch:
     response_tokens: Tensor
 
     def by_minibatch(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Items, one a microbatch, by minibatch."""
+        """Items, one a microbatch, of each minibatch that has something to train on."""
         ends = list(itertools.accumulate(self.minibatches))
-        return [items[end - count : end] for end, count in zip(ends, self.minibatches, strict=True)]
+        divided = [items[end - count : end] for end, count in zip(ends, self.minibatches, strict=True)]
+        return [items for number, items in enumerate(divided) if number not in self.untrained]
 
 
 def load(manifest: Manifest, reader: BufferReader, config: Config, version: int, replay: Replay | None = None) -> Batch:
@@ -97,6 +100,9 @@ def load(manifest: Manifest, reader: BufferReader, config: Config, version: int,
         manifest.step,
         tuple(microbatch for microbatches in minibatches for microbatch in microbatches),
         minibatches=tuple(len(microbatches) for microbatches in minibatches),
+        untrained=tuple(
+            number for number, positions in enumerate(chosen) if not any(entries[i].masked_in for i in positions)
+        ),
         tokens=sum(entry.tokens for entry in entries),
         trained_tokens=trained,
         rewards=torch.tensor([entry.reward for entry in entries], dtype=torch.float32),

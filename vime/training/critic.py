@@ -106,6 +106,7 @@ class Critic:
         """
         items = [Experience(one, rewards=reward) for one, reward in zip(microbatches, rewards, strict=True)]
         updated = self.trainable.update(partial(_train_at_once, algorithm), items, f"step {step}, critic")
+        self.trainable.batch_done()
         values = [one[1] for one in updated.results]
         updated = replace(updated, results=[one[0] for one in updated.results])
         return values or [None] * len(items), self._metrics([updated])
@@ -114,10 +115,8 @@ class Critic:
         """An update by each minibatch, `critic.updates` times. Metrics: means over the last time, on every rank."""
         train_pack = partial(_train_pack, self.settings.value_clip)
         every = [items for _ in range(self.settings.updates) for items in minibatches]
-        done = [
-            self.trainable.update(train_pack, items, f"step {step}, critic", advance=i == len(every) - 1)
-            for i, items in enumerate(every)
-        ]
+        done = [self.trainable.update(train_pack, items, f"step {step}, critic") for items in every]
+        self.trainable.batch_done()
         return self._metrics(done[-len(minibatches) :])
 
     def _metrics(self, last: Sequence[UpdateResult]) -> dict[str, float]:

@@ -43,7 +43,9 @@ class Learner:
         self.policy = model.build(shape, config, model.Policy)
         """This rank's chunks of the model."""
         hf_import.load(self.policy, HfReader(folder))
-        self.trainable = Trainable(self.policy, config, config.training)
+        alone = config.algorithm.critic.critic_only_steps if config.algorithm.name == "ppo" else 0
+        steps = max(config.training.steps - alone, 1)
+        self.trainable = Trainable(self.policy, config, config.training.model_copy(update={"steps": steps}))
         self.optimizer, self.scheduler = self.trainable.optimizer, self.trainable.scheduler
         routing = replayed_routing(config, folder)
         self.replay = Replay(self.policy, routing) if routing is not None else None
@@ -84,10 +86,8 @@ class Learner:
         if alone:
             return metrics
         step = partial(_train_microbatch, self.config)
-        updates = [
-            self.trainable.update(step, items, f"step {batch.step}", advance=items is minibatches[-1])
-            for items in minibatches
-        ]
+        updates = [self.trainable.update(step, items, f"step {batch.step}") for items in minibatches]
+        self.trainable.batch_done()
         if self.replay is not None:
             self.replay.finish()
             replayed = sum_over_ranks(torch.tensor(sum(microbatch.replayed for microbatch in batch.microbatches)))
@@ -97,7 +97,11 @@ class Learner:
             self.reference.copy(self.policy)
         metrics |= over_ranks([microbatch for update in updates for microbatch in update.results])
         norm = sum(update.gradient_norm for update in updates) / len(updates)
-        return metrics | {"train/grad_norm": norm, "train/lr": updates[0].learning_rate}
+        return metrics | {
+            "train/grad_norm": norm,
+            "train/lr": updates[0].learning_rate,
+            "train/skipped_minibatches": float(len(batch.untrained)),
+        }
 
     def _scores(self, packs: Sequence[Pack]) -> Scores:
         """The passes before the update that its result needs, and no other."""

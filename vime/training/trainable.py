@@ -45,11 +45,10 @@ class Trainable:
         self.optimizer = _optimizer(self.modules, training)
         self.scheduler = _scheduler(self.optimizer, training)
 
-    def update(self, step: Step, items: Sequence[Experience], what: str, *, advance: bool = True) -> UpdateResult:
+    def update(self, step: Step, items: Sequence[Experience], what: str) -> UpdateResult:
         """One optimizer update by the gradient of the items' losses. `step` returns (loss, token count 0, result).
 
-        what: which update this is, for an error. advance: whether the learning rate's schedule goes on; it counts
-        batches.
+        what: which update this is, for an error.
         Raises RuntimeError when the gradient is not finite, before anything is updated.
         """
         for module in self.modules:
@@ -64,9 +63,11 @@ class Trainable:
         self._clip(gradient_norm)
         self.optimizer.step_with_ready_grads()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        if advance:
-            self.scheduler.step(increment=1)
         return UpdateResult(results, gradient_norm, rate)
+
+    def batch_done(self) -> None:
+        """Go on in the learning rate's schedule, which counts batches."""
+        self.scheduler.step(increment=1)
 
     def _clip(self, gradient_norm: float) -> None:
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -174,13 +175,19 @@ def _optimizer(modules: list[DistributedDataParallel], training: Training) -> Me
 
 
 def _scheduler(optimizer: MegatronOptimizer, training: Training) -> OptimizerParamScheduler:
+    """The learning rate of training.steps batches: step w of a warm-up of w steps has the peak.
+
+    Megatron counts the steps that are done, which are none at the first. A decay ends after the last step, so that this
+    one still learns when the least rate is 0.
+    """
+    warmup = max(training.warmup_steps - 1, 0)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if training.warmup_steps == 0 else training.learning_rate / training.warmup_steps,
+        init_lr=training.learning_rate / max(training.warmup_steps, 1),
         max_lr=training.learning_rate,
         min_lr=min(training.min_learning_rate, training.learning_rate),
-        lr_warmup_steps=training.warmup_steps,
-        lr_decay_steps=max(training.steps, training.warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(training.steps, warmup + 1),
         lr_decay_style=training.schedule,
         start_wd=training.weight_decay,
         end_wd=training.weight_decay,
