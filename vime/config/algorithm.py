@@ -99,7 +99,8 @@ class Algorithm(Section):
     trainer's where the current policy sampled it and the engine's where an older one did."""
     minibatches: int = Field(1, ge=1)
     """Divide a step's batch into so many minibatches and update the policy by each in turn, with ratios to the policy
-    before the step, which then needs a pass of its own. A step is one batch, whatever the updates in it."""
+    before the step, which then needs a pass of its own. A step is one batch, whatever the updates in it. A minibatch
+    without a token to train on makes no update and is counted as train/skipped_minibatches."""
     importance_sampling: Literal["off", "truncated", "token_mask", "sequence_mask"] = "off"
     """Correct for engines that compute other probabilities than the trainer: weigh a token by p_trainer / p_engine,
     truncated to the bounds; or 0 outside of them, of a token or of a whole response. Where the engine's logprobs are
