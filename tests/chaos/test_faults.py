@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +21,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from tests.supervise.job import REPOSITORY, SCRIPTS, SERVING, Job, Roles, until
+from tests.supervise.job import REPOSITORY, SCRIPTS, SERVING, SMALLEST, Job, Roles, until
 from vime.buffer.control import Beat, Control, EngineAddress, StopMessage
 from vime.buffer.seal import Seal
+from vime.config import TinyModel
 from vime.run.directory import RunDir
 from vime.run.role import Role
 
@@ -101,7 +101,7 @@ def resume_again(job: Job) -> None:
     link = job.root.parent / "link"
     link.symlink_to(job.run.path)
     tries = [subprocess.Popen([*RESUME, str(path)], env=environ(job), stderr=subprocess.PIPE) for path in (link,) * 2]
-    assert all(b"UserError" in process.communicate(timeout=120)[1] for process in tries)
+    assert all(b"still goes on" in process.communicate(timeout=120)[1] for process in tries)
 
 
 def freeze_trainer(job: Job) -> None:
@@ -111,11 +111,6 @@ def freeze_trainer(job: Job) -> None:
     control.beat("trainer", 1, Beat(time=now - 65, node="b", place="the training of step 3", since=now - 66))
     os.kill(job.seen()["trainer-1"]["pid"], signal.SIGSTOP)
     os.kill(job.seen()["trainer-0"]["pid"], signal.SIGABRT)  # as gloo and NCCL end a process
-
-
-def remove_folder(job: Job) -> None:
-    """`rm -r` of the wrong run."""
-    shutil.rmtree(job.run.path)
 
 
 def nothing(job: Job) -> None:
@@ -130,11 +125,16 @@ class Fault:
     role: str | None = None
     within: float = 20.0
     roles: Roles = FINISHING
+    tiny: TinyModel | None = None
+    """A model, where the configuration is looked at again."""
     says: str = ""
     """What the first line of the failure's tail holds."""
 
 
-SURVIVED = [Fault(strike) for strike in (suspend, forge, flood_store, tear_status, resume_again)]
+SURVIVED = [
+    *(Fault(strike) for strike in (suspend, forge, flood_store, tear_status)),
+    Fault(resume_again, tiny=SMALLEST),
+]
 NAMED = [
     Fault(freeze_trainer, "trainer-1", says="trainer-1 on b has given no sign of life for 65 s", roles=SERVING),
     Fault(nothing, "generator-0", roles=(*SERVING[:-1], ("generator", 0, 1, True, ["flood", "64"]))),
@@ -143,7 +143,7 @@ NAMED = [
 
 @pytest.mark.parametrize("fault", SURVIVED, ids=lambda fault: fault.strike.__name__)
 def test_survived(start: Start, fault: Fault) -> None:
-    job = start(fault.roles)
+    job = start(fault.roles, tiny=fault.tiny)
     job.wait_started()
     run, seen = job.run, job.seen()
     fault.strike(job)
@@ -172,7 +172,7 @@ def test_named(start: Start, fault: Fault) -> None:
 
 
 def test_two_resumptions_of_a_failed_run_begin_one_attempt(start: Start) -> None:
-    job = start((("trainer", 0, 1, True, ["fail", "0", "3"]),))
+    job = start((("trainer", 0, 1, True, ["fail", "0", "3"]),), tiny=SMALLEST)
     assert job.end(timeout=60) == 1
     run = job.run
     (job.root / "commands-grpo.json").write_text(json.dumps([("trainer", 0, 1, True, ["finish", "0"])]))
@@ -181,6 +181,7 @@ def test_two_resumptions_of_a_failed_run_begin_one_attempt(start: Start) -> None
         for _ in range(3)
     ]
     said = [process.communicate(timeout=120)[1] for process in tries]
+    assert sum("UserError" in text for text in said) == 2, said
     assert sorted(process.returncode for process in tries) == [0, 1, 1], said
     until(lambda: run.read_status().terminal, 60, "the end of the resumed run")
     status = run.read_status()
