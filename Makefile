@@ -38,8 +38,9 @@ lint: dev
 	@$(PY) -m mypy
 
 chaos: dev
-	@$(PY) -m pytest -v tests/chaos tests/supervise/test_kill.py tests/supervise/test_real_kill.py \
-		tests/buffer/test_kills.py $(ARGS)
+	@$(PY) -m pytest -v tests/chaos tests/supervise/test_kill.py tests/buffer/test_kills.py \
+		tests/test_main_job.py::test_a_killed_engine_comes_back_and_a_killed_supervisor_ends_all \
+		tests/training/test_resume_run.py::test_a_run_whose_engine_was_killed_goes_on_with_the_same_samples $(ARGS)
 
 bench: dev
 	@$(PY) -m benchmarks $(ARGS)

@@ -3,7 +3,8 @@
 A run either survives a fault exactly, or ends within a bound and names who is to blame. In both cases nothing of it is
 left, nothing that was written is lost, and nothing is done twice. The supervisor, the launcher and the store are the
 real ones; the roles are scripts where the real role is not the point. Kills of single processes are in
-`tests/supervise/test_kill.py` and `test_real_kill.py`, those of the buffer's writer in `tests/buffer`.
+`tests/supervise/test_kill.py`, those of real roles in `tests/test_main_job.py` and `tests/training/test_resume_run.py`,
+those of the buffer's writer in `tests/buffer`.
 """
 
 from __future__ import annotations
