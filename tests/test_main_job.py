@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,23 @@ class Outcome:
         return [event for event in map(json.loads, self.run.events.read_text().splitlines()) if event["event"] == name]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """Whatever a test leaves behind that failed in the midst of a run is ended with it."""
+    yield
+    while STARTED:
+        launcher = STARTED.pop()
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(60)
+
+
 def start(root: Path, *arguments: str, cache: Path | None = None, recipe: str = "tiny_grpo") -> subprocess.Popen[str]:
     """`launch.py cluster=local recipe=...`, with runs, and unless it is given the model cache, in `root`."""
-    return subprocess.Popen(
+    launcher = subprocess.Popen(
         [sys.executable, "launch.py", "cluster=local", f"recipe={recipe}", f"run.root={root / 'runs'}", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "VIME_CACHE": str(cache or root / "cache"), "TEST_MARKER": str(root)},
@@ -55,6 +70,8 @@ def start(root: Path, *arguments: str, cache: Path | None = None, recipe: str = 
         stderr=subprocess.STDOUT,
         text=True,
     )
+    STARTED.append(launcher)
+    return launcher
 
 
 def finish(launcher: subprocess.Popen[str], timeout: float = 600) -> Outcome:
