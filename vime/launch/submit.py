@@ -128,7 +128,7 @@ def _attend(run: RunDir, config: Config, job: Job[Any], wait: bool) -> int:
         print(run.path, flush=True)
         return 0
     status = stay_on_slurm(run, job) if on_slurm else stay(run, job, config.cluster.stop_timeout)
-    from vime.report.summary import print_summary
+    from vime.report.render import print_summary  # rich is only loaded to print
 
     print_summary(run)
     print(run.path, flush=True)

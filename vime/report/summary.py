@@ -154,13 +154,6 @@ def summarize(run: RunDir, now: float | None = None) -> Summary:
     )
 
 
-def print_summary(run: RunDir) -> None:
-    """Print the report of a run to standard output."""
-    from vime.report.render import print_summary as print_to  # rich is only needed, and only loaded, to print
-
-    print_to(run)
-
-
 def _dropped(metrics: Metrics, events: Events) -> Dropped:
     # Events know the drops of a batch that is not trained yet; after a resume they also hold those of repeated steps.
     happened = sum(events.drop_reasons.values())
