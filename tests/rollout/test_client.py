@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.rollout.serving import Handler, serving
 from vime.errors import WaitTimeout
 from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
-from vime.rollout.http_client import BadResponse, RequestRefused
+from vime.run.http_client import BadResponse, RequestRefused
 
 PROMPT = [1, 2, 3]
 

@@ -25,7 +25,6 @@ from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import UserCalls
 from vime.rollout.filters import Filters
 from vime.rollout.group import Generation, load_generate, request_seed
-from vime.rollout.http_client import BadResponse
 from vime.rollout.limits import Limits
 from vime.rollout.metrics import StepStatistics
 from vime.rollout.pipeline import Pipeline, TooManyLost
@@ -33,6 +32,7 @@ from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
 from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
+from vime.run.http_client import BadResponse
 
 END = 0
 HERE = "tests.rollout.test_pipeline"

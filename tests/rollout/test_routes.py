@@ -15,8 +15,8 @@ from aiohttp import web
 from tests.rollout.serving import serving
 from vime.models.routing import Routing, join_routes
 from vime.rollout.client import Completion, RolloutClient, Sampling, read_completions
-from vime.rollout.http_client import BadResponse
 from vime.rollout.routes import BadRoutes, Routes, decode_routes, routes_of_turns
+from vime.run.http_client import BadResponse
 
 PROMPT = [1, 2, 3]
 ROUTING = Routing(layers=3, moe_layers=(1, 2), experts=8, top_k=2)

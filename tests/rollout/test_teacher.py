@@ -24,9 +24,9 @@ from vime.errors import UserError
 from vime.models.tiny import make_tiny
 from vime.rollout import teacher
 from vime.rollout.generator import Generator
-from vime.rollout.http_client import BadResponse
 from vime.rollout.teacher import Teacher, read_prompt_logprobs
 from vime.run.directory import RunDir
+from vime.run.http_client import BadResponse
 from vime.run.role import Role
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A job that was submitted before modules moved can still be started again: its pickle and its plan name the old ones."""
+"""A job that was submitted before modules moved starts again: its pickle and its plan name the old ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAS = {
     "vime.rollout.router.router": "vime.rollout.router",
 }
 """Where programs are -> where they were."""
-# What pickle wrote for Guard(supervisor=(python, "-m", "vime.launch.supervisor")) when both were modules of vime.launch.
+# What pickle wrote for Guard(supervisor=(python, "-m", "vime.launch.supervisor")) when Guard was in vime.launch too.
 PICKLE = "cvime.launch.guardian\nGuard\n)\x81}}Vsupervisor\n(V{python}\nV-m\nVvime.launch.supervisor\ntsb."
 LOAD_AND_CALL = "import pickle, sys; pickle.load(sys.stdin.buffer)(sys.argv[1])"  # as submitit does
 

@@ -12,8 +12,8 @@ from vime.models.routing import Routing
 from vime.rollout.engine.auth import ENGINE_HEADER
 from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.engine.version_ranges import VERSIONS
-from vime.rollout.http_client import BadResponse, RetryingClient
 from vime.rollout.routes import BadRoutes, Routes, decode_routes
+from vime.run.http_client import BadResponse, RetryingClient
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.rollout.data.format import Turns
 from vime.rollout.data.user_calls import CallFailed, UserCalls, is_async
 from vime.rollout.episode import Draft, Episode, EpisodeEnded, ask_from_another_loop
-from vime.rollout.http_client import BadResponse
 from vime.rollout.prompts import Prompt, Report
 from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
+from vime.run.http_client import BadResponse
 
 
 @dataclass

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vime.buffer.sample import Group, Sample
 from vime.config.algorithm import TEACHER_KEY
 from vime.errors import UserError, WaitTimeout
-from vime.rollout.http_client import BadResponse, RequestRefused, RetryingClient
+from vime.run.http_client import BadResponse, RequestRefused, RetryingClient
 
 CHECK_PATIENCE = 30.0
 """Seconds in which the server must answer before the run begins. Later it may be away longer, to be restarted."""

@@ -1,4 +1,4 @@
-"""A TCP port that is reserved by binding it, before anybody is told its number."""
+"""Ports that are reserved by binding them before anybody is told their number, addresses, and no proxies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import resource
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vime.errors import UserError
@@ -48,6 +49,11 @@ def reserve_port(host: str) -> ReservedPort:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind(address)
     return ReservedPort(host, holder.getsockname()[1], holder)
+
+
+def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a program that asks this run's servers alone: no proxy that the environment names sees it."""
+    return {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
 
 
 _SIOCGIFADDR = 0x8915

@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import EngineStack
 from tests.rollout.reference import logprobs
 from vime.rollout.client import Completion, RolloutClient, Sampling
-from vime.rollout.http_client import RequestRefused
 from vime.rollout.limits import read_limits
+from vime.run.http_client import RequestRefused
 from vime.run.tokens import engine_token, router_token
 
 pytestmark = pytest.mark.slow

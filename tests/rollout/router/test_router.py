@@ -46,6 +46,8 @@ class PlayedEngine:
 @dataclass
 class Routed:
     engine: PlayedEngine
+    proxy: socket.socket
+    """What http_proxy names for the role."""
     role: Role
     run_dir: RunDir
     url: str
@@ -57,7 +59,9 @@ class Routed:
 
 
 @pytest.fixture
-def routed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Routed]:
+def routed(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Routed]:
     """Its parameter: another module than the role's own to start."""
     engine = PlayedEngine()
     app = Starlette(routes=[Route("/{path:path}", engine.answer, methods=["GET", "POST"])])
@@ -71,12 +75,16 @@ def routed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Routed]:
     control, port = Control.serve("127.0.0.1", 1, token)
     role = Role(run_dir.path, "127.0.0.1", port, "router", 1, token, 0, 1, "127.0.0.1", tmp_path)
     engine_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    process = start_role(role, getattr(request, "param", "vime.rollout.router.router"))
+    proxy = socket.create_server(("127.0.0.1", 0))
+    with monkeypatch.context() as patch:
+        patch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        process = start_role(role, getattr(request, "param", "vime.rollout.router.router"))
     try:
         control.publish_engine(EngineAddress(index=0, url=engine_url, world_size=1, incarnation=0))
-        yield Routed(engine, role, run_dir, control.router(STARTUP), process.pid)
+        yield Routed(engine, proxy, role, run_dir, control.router(STARTUP), process.pid)
     finally:
         end_role(process)
+        proxy.close()
         server.should_exit = True
         thread.join(10)
 
@@ -102,6 +110,10 @@ def test_completions_reach_the_engine_whole_and_with_the_lesser_token(routed: Ro
         status, sent = send_body(routed.url, path, headers)
         assert status == refused
         assert sent < 16 << 20, "what fits into the buffers of the connection"
+    # Neither the requests nor vllm-router's questions for health went to the proxy of the environment.
+    routed.proxy.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        routed.proxy.accept()
 
 
 def test_an_engine_that_is_not_healthy_gets_no_requests(routed: Routed) -> None:

@@ -13,18 +13,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import psutil
 
 from vime.config import Config
 from vime.errors import UserError, WaitTimeout
 from vime.rollout.engine.multinode import EngineNodes, Rendezvous
+from vime.run.http_client import Client, RequestRefused, Unavailable
 from vime.run.network import ReservedPort
 from vime.run.role import die_with_parent
 from vime.run.tokens import engine_token, generation_token
@@ -203,20 +203,19 @@ class Server:
         Returns False when it ended first or `stopping()` became true. Raises WaitTimeout after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        request = Request(self.url + READY_PATH, headers={"Authorization": f"Bearer {self.token}"})
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None or stopping():
-                return False
-            try:
-                with urlopen(request, timeout=5) as answer:
-                    if answer.status == 200:
-                        return True
-            except HTTPError as error:
-                if error.code not in (502, 503):
-                    raise RuntimeError(f"{self.url}{READY_PATH} answered {error.code}; expected 200") from error
-            except (URLError, OSError):
-                pass  # not listening yet
-            time.sleep(0.2)
+        with closing(Client()) as client:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None or stopping():
+                    return False
+                try:
+                    client.ask("GET", self.url + READY_PATH, self.token, timeout=5)
+                    return True
+                except (Unavailable, RequestRefused) as error:
+                    if error.status not in (None, 502, 503):
+                        raise RuntimeError(f"{self.url}{READY_PATH} answered {error.status}; expected 200") from error
+                except TimeoutError:
+                    pass  # listening, and busy
+                time.sleep(0.2)
         raise WaitTimeout(f"waited {timeout:g} s for the vLLM server at {self.url} to answer")
 
     def kill_tree(self, grace: float) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 from typing import Any
 
-import aiohttp
+from vime.errors import WaitTimeout
+from vime.run.http_client import BadResponse, RequestRefused, RetryingClient
 
-from vime.rollout.http_client import PAUSES
+CONNECTIONS = 100
+"""To a server that may not expect as many requests as a step has samples."""
 
 
 class RemoteScorer:
@@ -24,33 +26,22 @@ class RemoteScorer:
         self._url = url
         self._tries = tries
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
+        # Not the run's own traffic: the server may be behind a proxy. One bound in seconds holds, for all tries.
+        self._client = RetryingClient({}, 2 * timeout, math.inf, tries=tries, connections=CONNECTIONS, trust_env=True)
 
     async def score(self, **fields: Any) -> Any:
         """Raises TimeoutError, ConnectionError with the last reason, or ValueError for an answer that is no JSON."""
-        async with asyncio.timeout(self._timeout):
-            for attempt in range(self._tries):
-                if attempt:
-                    await asyncio.sleep(PAUSES[min(attempt - 1, len(PAUSES) - 1)])
-                try:
-                    status, content = await self._post(fields)
-                except aiohttp.ClientError as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    continue
-                if status == 200:
-                    return json.loads(content)
-                reason = f"status {status}: {content[:200].decode(errors='replace')}"
-                if status < 500 and status not in (408, 429):
-                    raise ConnectionError(f"{self._url} answered {reason}")
-            raise ConnectionError(f"{self._url} failed {self._tries} times, at last: {reason}")
+        try:
+            async with asyncio.timeout(self._timeout):
+                _, answer = await self._client.ask(self._url, fields)
+                return answer
+        except WaitTimeout as error:
+            raise ConnectionError(f"{self._url} failed {self._tries} times, at last: {error.__cause__}") from error
+        except RequestRefused as error:
+            raise ConnectionError(f"{self._url} answered status {error.status}: {error.text}") from error
+        except BadResponse as error:
+            raise ValueError(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
 
     async def close(self) -> None:
         """Drops the connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def _post(self, fields: dict[str, Any]) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(trust_env=True)
-        async with self._session.post(self._url, json=fields) as answer:
-            return answer.status, await answer.read()
+        await self._client.close()

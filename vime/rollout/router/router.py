@@ -1,4 +1,4 @@
-"""The router role: one address for all engines. Starts vllm-router behind a guard that asks for the run's token."""
+"""The router role: one address for all engines. Starts vllm-router behind a proxy that asks for the run's token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vime.rollout.router.proxy import Proxy
 from vime.rollout.router.socket_key import lock_ports, new_key
 from vime.rollout.router.vllm_router import LOOPBACK, router_settings
 from vime.run.directory import RunDir
-from vime.run.network import ReservedPort, allow_many_connections, http_url, reserve_port
+from vime.run.network import ReservedPort, allow_many_connections, http_url, reserve_port, without_proxy
 from vime.run.role import Role, die_with_parent
 
 WATCH_SECONDS = 1.0
@@ -46,7 +46,7 @@ async def serve(role: Role, config: Config) -> int:
     port, metrics_port = reserve_port(LOOPBACK), reserve_port(LOOPBACK)
     backend = _start_backend(urls, port, metrics_port, config)
     proxy = Proxy(port.url, role.token, config.rollout.request_timeout)
-    # A request whose asker is gone, or that an engine still works on when the run ends, is nobody's any more.
+    # Cancel requests whose client disconnected, and those that an engine still works on when the run ends.
     # A connection whose request was refused is closed at once: its body would be read to the end otherwise.
     runner = web.AppRunner(
         proxy.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True, lingering_time=0
@@ -79,8 +79,8 @@ def _start_backend(
     settings = router_settings(
         urls, port.port, metrics_port.port, config.rollout.request_timeout, config.cluster.startup_timeout
     )
-    # It needs no token, so it gets none.
-    environment = {name: value for name, value in os.environ.items() if name != "VIME_RUN_TOKEN"}
+    environment = without_proxy(os.environ)
+    environment.pop("VIME_RUN_TOKEN", None)  # it needs none
     return subprocess.Popen(
         [sys.executable, "-m", "vime.rollout.router.vllm_router", json.dumps(settings)],
         env=environment,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
-
-import requests
 
 from vime.buffer.control import EngineAddress
 from vime.errors import WaitTimeout
+from vime.run.http_client import Client, RequestRefused, Unavailable
 from vime.run.tokens import engine_token
 
 ONCE = frozenset({"init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"})
@@ -48,9 +46,8 @@ class Fleet:
         self.addresses = tuple(addresses)
         self.version: int | None = None
         self._timeout = timeout
-        self._headers = {a.index: {"Authorization": f"Bearer {engine_token(token, a.index)}"} for a in self.addresses}
-        self._session = requests.Session()
-        self._session.trust_env = False  # a proxy of the login environment must not see the token
+        self._tokens = {address.index: engine_token(token, address.index) for address in self.addresses}
+        self._client = Client()
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(addresses)), thread_name_prefix="engine")
 
     @property
@@ -61,7 +58,7 @@ class Fleet:
     def close(self) -> None:
         """Drop the connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._session.close()
+        self._client.close()
 
     # vLLM's VLLMWeightSyncClient
 
@@ -149,45 +146,19 @@ class Fleet:
     def _call(
         self, address: EngineAddress, method: str, path: str, json: Any = None, params: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        request = partial(
-            self._request,
-            method,
-            f"{address.url}/{path}",
-            json=json,
-            params=params,
-            headers=self._headers[address.index],
-            timeout=self._timeout,
-        )
+        token, once = self._tokens[address.index], path in ONCE
         try:
-            try:
-                response = request(fresh=path in ONCE)
-            except requests.Timeout:
-                raise
-            except requests.ConnectionError:
-                if path in ONCE:
-                    raise
-                # A server that closes an idle connection does not say that it has ended.
-                response = request(fresh=True)
-        except requests.Timeout as error:
+            answer = self._client.ask(method, f"{address.url}/{path}", token, self._timeout, json, params, once=once)
+        except TimeoutError as error:
             raise WaitTimeout(
                 f"waited {self._timeout:g} s for engine {address.index} at {address.url} to answer /{path}"
             ) from error
-        except requests.RequestException as error:
-            raise EngineFault(
-                f"engine {address.index} at {address.url} cannot be reached for /{path}: {error}"
+        except (Unavailable, RequestRefused) as error:
+            if error.status is None:
+                raise EngineFault(
+                    f"engine {address.index} at {address.url} cannot be reached for /{path}: {error}"
+                ) from error
+            raise (EngineFault if error.status >= 500 else EngineRefused)(
+                f"engine {address.index} answered /{path} with {error.status}: {error.text}"
             ) from error
-        if response.status_code >= 400:
-            broken = response.status_code >= 500
-            raise (EngineFault if broken else EngineRefused)(
-                f"engine {address.index} answered /{path} with {response.status_code}: {response.text[:500]}"
-            )
-        answer = response.json() if response.content else {}
         return answer if isinstance(answer, dict) else {}
-
-    def _request(self, method: str, url: str, fresh: bool, **rest: Any) -> requests.Response:
-        """fresh: over a new connection."""
-        if not fresh:
-            return self._session.request(method, url, **rest)
-        with requests.Session() as session:
-            session.trust_env = False
-            return session.request(method, url, **rest)
