@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from vime.buffer.sample import Group, Sample
 from vime.buffer.tensors import Array, Flat, encode_tensors, map_tensors, raw_bytes
+from vime.config.section import Frozen
 from vime.errors import BufferFault
 from vime.run.files import commit
 
@@ -54,19 +55,15 @@ _SHAPES: dict[str, tuple[str, tuple[int | None, ...]]] = {
 sample and each of its positions, in this order; their sums have a row of layers for each sample."""
 
 
-class ChunkInfo(BaseModel):
+class ChunkInfo(Frozen):
     """Name and size of a committed chunk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     bytes: int = Field(ge=1)
 
 
-class GroupRange(BaseModel):
+class GroupRange(Frozen):
     """Which samples of a chunk are one group's: `count` of them from `first` on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     uid: str
     index: int

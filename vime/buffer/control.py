@@ -28,9 +28,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from vime.buffer.seal import Seal
+from vime.config.section import Strict
 from vime.errors import BadMessage, ControlLost, Unsigned, WaitTimeout
 
 if TYPE_CHECKING:
@@ -48,11 +49,7 @@ FALSE_PAUSE = 0.2
 """Seconds between two looks at a key that holds a stranger's value."""
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class EngineAddress(_Value):
+class EngineAddress(Strict):
     """Where one engine answers. `incarnation` counts its restarts from 0."""
 
     index: int = Field(ge=0)
@@ -61,7 +58,7 @@ class EngineAddress(_Value):
     incarnation: int = Field(ge=0)
 
 
-class BatchMessage(_Value):
+class BatchMessage(Strict):
     """The generator announces the batch of one step: `manifest` is its file name, of `bytes` bytes."""
 
     kind: Literal["batch"] = "batch"
@@ -70,7 +67,7 @@ class BatchMessage(_Value):
     bytes: int = Field(ge=1)
 
 
-class EngineMessage(_Value):
+class EngineMessage(Strict):
     """A restarted engine waits for the current weights."""
 
     kind: Literal["engine"] = "engine"
@@ -78,7 +75,7 @@ class EngineMessage(_Value):
     incarnation: int = Field(ge=0)
 
 
-class StopMessage(_Value):
+class StopMessage(Strict):
     """The supervisor asks the trainer to stop after the step that it is in, with a checkpoint or without."""
 
     kind: Literal["stop"] = "stop"
@@ -86,7 +83,7 @@ class StopMessage(_Value):
     reason: str
 
 
-class Beat(_Value):
+class Beat(Strict):
     """A rank's sign of life. Times are Unix times by the clock of its node."""
 
     time: float

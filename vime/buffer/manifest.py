@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vime.buffer.chunk import ChunkInfo
 from vime.buffer.sample import Group
+from vime.config.section import Frozen
 from vime.errors import BufferFault
 
 CHUNKS = "chunks"
@@ -21,10 +22,8 @@ BATCHES = "batches"
 """Folders of the buffer."""
 
 
-class Entry(BaseModel):
+class Entry(Frozen):
     """One sample of the batch: where it lies, and what is needed to balance and weigh it without reading it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk: str
     """Name of the chunk file."""
@@ -41,10 +40,8 @@ class Entry(BaseModel):
     """As stored in the chunk, so rounded to float32."""
 
 
-class Manifest(BaseModel):
+class Manifest(Frozen):
     """One training step's batch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(ge=1)
     version: int = Field(ge=-1)

@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of."""
+"""What the configuration, and every other checked value of vime, is made of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,19 @@ UrlOrPath = Annotated[str | Path, AfterValidator(_url_or_path)]
 """A str that begins with http:// or https://, or a Path."""
 
 
-class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys refused, documented by the strings under its fields."""
+class Frozen(BaseModel):
+    """A value that is written as JSON and read back: immutable, unknown names refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Strict(Frozen):
+    """A value that another process wrote: read without turning one type into another."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Section(Frozen):
+    """A part of the configuration, documented by the strings under its fields."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)

@@ -6,9 +6,8 @@ for the backward pass; Transformer Engine's fused ones keep less, so that a plan
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
 from vime.config import Config, Shape, Training
+from vime.config.section import Frozen
 from vime.errors import UserError
 from vime.plan.parameters import Parameters, count, has_experts, of_stage, shape_of, stage_layers
 
@@ -24,9 +23,7 @@ _LOGIT_CHUNKS = 2.1
 """Chunks of float32 logits that exist at once, measured with entropies on (benchmarks/logprob_memory.py)."""
 
 
-class _Gigabytes(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
+class _Gigabytes(Frozen):
     @property
     def total(self) -> float:
         """All parts together."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from vime.config import Config
+from vime.config.section import Frozen
 from vime.errors import UserError
 from vime.plan.memory import memory_warnings
 from vime.plan.nodes import NodeCount, idle_gpus, rollout_nodes, segments_of, shared_memory, trainer_nodes
@@ -28,11 +29,7 @@ MOVED = {
 """Where the programs are now that jobs still in the queue name: they were submitted before these modules moved."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Process(_Frozen):
+class Process(Frozen):
     """One process of a role."""
 
     rank: int
@@ -45,7 +42,7 @@ class Process(_Frozen):
     """Which of the nodes of an engine that spans several. Node 0 has the server that the run talks to."""
 
 
-class RolePlan(_Frozen):
+class RolePlan(Frozen):
     """A role: where its processes are and what they run."""
 
     name: RoleName
@@ -60,7 +57,7 @@ class RolePlan(_Frozen):
         return MOVED.get(module, module)
 
 
-class Component(_Frozen):
+class Component(Frozen):
     """Nodes that a scheduler places together."""
 
     name: ComponentName
@@ -78,7 +75,7 @@ class Component(_Frozen):
     """Nodes that must share an NVLink domain; None where the scheduler cannot be asked."""
 
 
-class Plan(_Frozen):
+class Plan(Frozen):
     """Everything that runs, and where."""
 
     recipe: str

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vime.config.section import Frozen
 from vime.report.render import state_words, tidy
-from vime.report.series import Frozen
 from vime.report.settings import Settings, read_settings
 from vime.report.summary import Summary, summarize
 from vime.report.words import clean, number, plural

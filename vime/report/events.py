@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vime.report.series import Frozen, Gather, Series, as_number
+from vime.config.section import Frozen
+from vime.report.series import Gather, Series, as_number
 from vime.run.jsonl import Record, read_lines
 
 REASONS = 8  # kinds of drop reason listed; a reason may carry free text, so the rest is summed

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from vime.report.series import Frozen, Gather, Series, as_number
+from vime.config.section import Frozen
+from vime.report.series import Gather, Series, as_number
 from vime.run.jsonl import Record, read_lines
 
 REWARD = "rollout/raw_reward"

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from vime.config.section import Frozen
 from vime.errors import UserError
-from vime.report.series import Frozen
 from vime.run.directory import RunDir, State, Status
 
 QUIET_LIMIT = 300.0  # seconds without any write after which a run that says it is running counts as lost

@@ -6,17 +6,10 @@ import math
 from collections import deque
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from vime.config.section import Frozen
 from vime.report.sparkline import Curve
 
 ENDS = 5  # steps averaged at either end of a run, so that one lucky step does not stand for it
-
-
-class Frozen(BaseModel):
-    """A part of a summary: immutable, and strict about its own names when it is read back."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Point(Frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vime.config.section import Frozen
 from vime.report.events import Events, HeldOut, WeightUpdates, read_events
 from vime.report.metrics import (
     LOGPROB_DIFF,
@@ -15,7 +16,7 @@ from vime.report.metrics import (
 )
 from vime.report.outcome import Outcome, read_outcome
 from vime.report.phase import read_phase
-from vime.report.series import Frozen, Series
+from vime.report.series import Series
 from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
 from vime.run.directory import Failure, RunDir

@@ -9,13 +9,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from vime.buffer.control import Control
 from vime.buffer.sample import Group
 from vime.buffer.writer import BufferWriter
 from vime.config import Config
 from vime.config.compose import load_resolved
+from vime.config.section import Strict
 from vime.errors import UserError
 from vime.models.family import architecture
 from vime.models.routing import replayed_routing
@@ -39,10 +40,8 @@ from vime.run.role import Role, die_with_parent
 from vime.run.tokens import router_token
 
 
-class Start(BaseModel):
+class Start(Strict):
     """Where the trainers begin: optimizer steps done, and the prompt cursor of their checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     step: int = Field(ge=0)
     cursor: dict[str, Any] = {}

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from vime.config import Config
+from vime.config.section import Frozen
 from vime.errors import UserError
 from vime.run.directory import RunDir
 from vime.run.files import sync_folder, write_atomic
@@ -42,10 +43,8 @@ FIXED = (
 points into a different stream. Parallel sizes, learning rates, numbers of steps and the like may change."""
 
 
-class Facts(BaseModel):
+class Facts(Frozen):
     """What a checkpoint says of itself besides its tensors: the content of its marker."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(ge=0)
     """Optimizer steps done; also the policy version."""

@@ -15,9 +15,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from vime.buffer.control import Control
+from vime.config.section import Strict
 from vime.errors import BadMessage, WaitTimeout
 
 if TYPE_CHECKING:
@@ -31,18 +32,14 @@ _T = TypeVar("_T")
 _V = TypeVar("_V", bound=BaseModel)
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Rendezvous(_Value):
+class Rendezvous(Strict):
     """Where the ranks of one incarnation meet."""
 
     host: str
     port: int = Field(ge=1, le=65535)
 
 
-class NodeEnd(_Value):
+class NodeEnd(Strict):
     """The first node of an incarnation whose vLLM ended without being asked to."""
 
     node: int = Field(ge=0)
