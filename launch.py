@@ -13,8 +13,9 @@ from pathlib import Path
 
 try:
     from vime.config import Config
-    from vime.config.compose import compose, refuse_repeated
-    from vime.errors import UserError, did_you_mean
+    from vime.config.compose import compose
+    from vime.errors import UserError
+    from vime.launch.arguments import OptionParser, read_settings
     from vime.plan.plan import make_plan
 except ModuleNotFoundError as missing:
     text = f"launch.py: {missing.name} is not installed here; run `make venv` and use .venv/bin/python"
@@ -39,7 +40,6 @@ USAGE = """usage: python launch.py cluster=NAME recipe=NAME [dotted.key=value ..
 
 exit code: 0 completed, 1 the run failed, 2 the input was wrong
 """
-FLAGS = ("--dry-run", "--json", "--wait", "--no-wait", "--help")
 
 
 @dataclass(frozen=True)
@@ -57,42 +57,35 @@ class Command:
     wait: bool | None
 
 
+def option_parser() -> OptionParser:
+    """The options of USAGE."""
+    parser = OptionParser()
+    for flag in ("--dry-run", "--json", "--wait", "--no-wait"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--resume", nargs="?", const="")
+    parser.add_argument("-h", "--help", nargs="*")
+    return parser
+
+
 def parse(arguments: list[str]) -> Command:
     """Read the command line, without `--help`. Raises UserError."""
-    flags: set[str] = set()
-    names: dict[str, str] = {}
-    overrides: list[str] = []
-    resume: str | None = None
-    remaining = iter(arguments)
-    for argument in remaining:
-        key, equals, value = argument.partition("=")
-        if key == "--resume":
-            resume = value or next(remaining, None)
-            if not resume or resume.startswith("-"):
-                raise UserError("--resume needs the directory of a run")
-        elif argument.startswith("-"):
-            if argument not in FLAGS:
-                raise UserError(f"unknown option {argument}{did_you_mean(argument, FLAGS)}")
-            flags.add(argument)
-        elif not equals:
-            raise UserError(f"{argument!r} is not an option or key=value; see --help")
-        elif key in ("cluster", "recipe", "sweep", "sweep.parallel"):
-            if key in names:
-                raise UserError(f"{key}= is given twice: {names[key]} and {value}")
-            names[key] = value
-        else:
-            overrides.append(argument)
+    options, rest = option_parser().read(arguments)
+    given = read_settings(rest, ("cluster", "recipe", "sweep", "sweep.parallel"))
+    names, resume = given.names, options.resume
+    if given.words:
+        raise UserError(f"{given.words[0]!r} is not an option or key=value; see --help")
+    if resume == "":
+        raise UserError("--resume needs the directory of a run")
     for key in ("cluster", "recipe"):
         if resume is not None and key in names:
             raise UserError(f"--resume takes {key} from the run; leave {key}= out")
         if resume is None and key not in names and "sweep" not in names:
             raise UserError(f"{key}=NAME is missing; see --help")
-    if {"--wait", "--no-wait"} <= flags:
+    if options.wait and options.no_wait:
         raise UserError("--wait and --no-wait exclude each other")
-    if "--json" in flags and "--dry-run" not in flags:
+    if options.json and not options.dry_run:
         raise UserError("--json shows the plan as data; it needs --dry-run")
-    wait = True if "--wait" in flags else False if "--no-wait" in flags else None
-    if resume is not None and "--dry-run" in flags:
+    if resume is not None and options.dry_run:
         raise UserError("--dry-run shows a new run; it cannot be used with --resume")
     if resume is not None and "sweep" in names:
         raise UserError("--resume continues one run; leave sweep= out")
@@ -100,17 +93,16 @@ def parse(arguments: list[str]) -> Command:
         raise UserError("sweep.parallel=N is how many runs of a sweep go on at once; it needs sweep=FILE")
     if "sweep.parallel" in names and not (names["sweep.parallel"].isdecimal() and int(names["sweep.parallel"])):
         raise UserError(f"sweep.parallel={names['sweep.parallel']} must be a whole number of at least 1")
-    refuse_repeated(overrides)
     return Command(
         cluster=names.get("cluster", ""),
         recipe=names.get("recipe", ""),
         resume=resume,
         sweep=names.get("sweep"),
         parallel=int(names["sweep.parallel"]) if "sweep.parallel" in names else None,
-        overrides=tuple(overrides),
-        dry_run="--dry-run" in flags,
-        as_json="--json" in flags,
-        wait=wait,
+        overrides=given.overrides,
+        dry_run=options.dry_run,
+        as_json=options.json,
+        wait=True if options.wait else False if options.no_wait else None,
     )
 
 
@@ -155,9 +147,8 @@ def run_sweep(command: Command, file: str) -> int:
     return submit_sweep(sweep, command.parallel, wait=command.wait)
 
 
-def show_help(arguments: list[str]) -> None:
-    """Print the usage, or the documentation of the sections named after `--help`. Raises UserError."""
-    sections = [argument for argument in arguments[arguments.index("--help") + 1 :] if not argument.startswith("-")]
+def show_help(sections: list[str]) -> None:
+    """Print the usage, or the documentation of sections. Raises UserError."""
     if not sections:
         print(USAGE, end="")
         return
@@ -171,8 +162,9 @@ def show_help(arguments: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     """The command line as a function of its arguments; returns the exit code."""
     try:
-        if "--help" in arguments or "-h" in arguments:
-            show_help(["--help" if argument == "-h" else argument for argument in arguments])
+        wanted = option_parser().parse_known_args(arguments)[0].help
+        if wanted is not None:
+            show_help(wanted)
             return 0
         return run(parse(arguments))
     except UserError as error:

@@ -64,7 +64,7 @@ def test_clients_pass_a_proxy_by(proxy: PlayedProxy) -> None:
         async with serving({"/x": tokens}, {"/x": tokens}) as url:
             async with RetryingClient({"Authorization": "Bearer t"}, 5, 5) as client:
                 assert (await client.ask(f"{url}/x", {}))[1] == {"token": "Bearer t"}
-            answer = await asyncio.to_thread(Client("t").ask, "GET", f"{url}/x", 5)
+            answer = await asyncio.to_thread(Client().ask, "GET", f"{url}/x", "t", 5)
             assert answer == {"token": "Bearer t"}
             assert proxy.seen == []
             async with RetryingClient({}, 5, 5, trust_env=True) as client:
@@ -100,10 +100,10 @@ def test_one_try_says_how_it_went(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with serving({}, {"/x": answer, "/slow": slow}) as url:
-            client = Client("t")
+            client = Client()
 
             def ask(status: int, text: str) -> object:
-                return client.ask("GET", f"{url}/x", 5, params={"status": str(status), "text": text})
+                return client.ask("GET", f"{url}/x", "t", 5, params={"status": str(status), "text": text})
 
             assert await asyncio.to_thread(ask, 200, "") is None
             assert await asyncio.to_thread(ask, 200, "[1]") == [1]
@@ -114,7 +114,7 @@ def test_one_try_says_how_it_went(tmp_path: Path) -> None:
             with pytest.raises(BadResponse):
                 await asyncio.to_thread(ask, 200, "{")
             with pytest.raises(TimeoutError):
-                await asyncio.to_thread(client.ask, "GET", f"{url}/slow", 0.1)
+                await asyncio.to_thread(client.ask, "GET", f"{url}/slow", "t", 0.1)
         with pytest.raises(Unavailable) as gone:
             await asyncio.to_thread(ask, 200, "")
         assert gone.value.status is None

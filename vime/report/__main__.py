@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from pathlib import Path
 
-from vime.errors import UserError
+from vime.errors import UserError, nearest
 from vime.report.compare import compare, is_run, render_comparison, runs_in
 from vime.report.render import render
 from vime.report.summary import summarize
@@ -57,8 +56,8 @@ def find_run(given: Path, root: Path = Path("runs")) -> Path:
     if given.exists():
         raise UserError(f"{given} is a file; give the run's folder")
     nearby = {name: parent / name for parent in {given.parent, root} for name in _names(parent)}
-    nearest = difflib.get_close_matches(given.name, nearby, n=1, cutoff=0.6)
-    hint = f"; did you mean {nearby[nearest[0]]}?" if nearest else ""
+    meant = nearest(given.name, nearby)
+    hint = f"; did you mean {nearby[meant]}?" if meant is not None else ""
     raise UserError(f"no run at {given}{hint}")
 
 

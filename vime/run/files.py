@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vime.errors import BufferFault, WaitTimeout
@@ -14,31 +14,50 @@ TEMPORARY = ".tmp"
 """Suffix of a file that is being written. What a crash left of them is deleted by `remove_temporaries`."""
 
 
-def commit(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write `parts` one after the other to `path`, on disk and whole before the name appears; returns the bytes.
+def commit(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+    """Write `pieces` one after the other to `path`, on disk and whole before the name appears; returns the bytes.
 
     Raises BufferFault naming the file and the bytes when the filesystem refuses (full, quota, read-only).
     """
-    temporary = path.with_name(path.name + TEMPORARY)
     size = 0
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for written in _replace(path, path.with_name(path.name + TEMPORARY), pieces, 0o600):
+            size += written
+        sync_folder(path.parent)
+    except OSError as error:
+        raise BufferFault(f"cannot write {path}: {error.strerror} after {size:,} bytes{_free(path.parent)}") from error
+    return size
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either.
+
+    Several processes may replace it at once. Raises OSError.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    for _ in _replace(path, temporary, [data], 0o666):
+        pass
+
+
+def _replace(path: Path, temporary: Path, pieces: Iterable[bytes | memoryview], mode: int) -> Iterator[int]:
+    """Write `pieces` to `temporary` and give it the name `path` once all is on disk; yields the bytes of each write."""
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
-            for part in parts:
-                view = memoryview(part)
+            for piece in pieces:
+                view = memoryview(piece)
                 while view:
                     written = os.write(descriptor, view)
-                    size += written
+                    yield written
                     view = view[written:]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.rename(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
+        temporary.replace(path)
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        raise BufferFault(f"cannot write {path}: {error.strerror} after {size:,} bytes{_free(path.parent)}") from error
-    return size
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -96,18 +115,3 @@ def _free(folder: Path) -> str:
     except OSError:
         return ""
     return f" ({state.f_bavail * state.f_frsize:,} bytes are free there)"
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part of either."""
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

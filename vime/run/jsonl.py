@@ -84,10 +84,9 @@ def last_step(metrics: Path) -> int:
     except FileNotFoundError:
         return 0
     for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
+        record = parse_line(line)
+        if record is not None and isinstance(record.get("step"), int):
+            return int(record["step"])
     return 0
 
 

@@ -19,6 +19,7 @@ from vime.config.compose import ROOT
 from vime.config.time_limit import text as time_text
 from vime.errors import UserError
 from vime.plan.plan import Component, Plan
+from vime.slurm.srun import gpu_request
 
 Layout = Literal["hetjob", "partitioned", "single"]
 RESET = frozenset(
@@ -107,9 +108,8 @@ def _component_options(config: Config, component: Component, layout: Layout) -> 
     yield "nodes", str(len(component.nodes))
     yield "ntasks-per-node", str(component.tasks_per_node)
     yield "cpus-per-task", str(component.cpus_per_task)
-    if component.gpus_per_node and slurm.gpus != "none":
-        amount = f"{slurm.gpu_type}:{component.gpus_per_node}" if slurm.gpu_type else str(component.gpus_per_node)
-        yield (slurm.gpus, amount) if slurm.gpus == "gpus-per-node" else ("gres", f"gpu:{amount}")
+    if (gpus := gpu_request(config.cluster, component.gpus_per_node)) is not None:
+        yield gpus
     if component.segment is not None:
         yield "segment", str(component.segment)
     if slurm.exclusive:

@@ -58,6 +58,17 @@ def step_options(
     ]
 
 
+def gpu_request(cluster: Cluster, count: int) -> tuple[str, str] | None:
+    """The option, without its dashes, by which a job or a step asks for `count` GPUs of each node, and its value.
+
+    None where the site has no such option.
+    """
+    if not count or cluster.slurm.gpus == "none":
+        return None
+    named = f"{cluster.slurm.gpu_type}:{count}" if cluster.slurm.gpu_type else str(count)
+    return ("gpus-per-node", named) if cluster.slurm.gpus == "gpus-per-node" else ("gres", f"gpu:{named}")
+
+
 def gpu_option(cluster: Cluster, count: int) -> list[str]:
     """How a step asks for `count` GPUs of each node; nothing where the site has no such option.
 
@@ -65,10 +76,8 @@ def gpu_option(cluster: Cluster, count: int) -> list[str]:
     """
     if cluster.device != "cuda" or cluster.slurm.gpus == "none":
         return []
-    if not count:
-        return ["--gres=none"]
-    named = f"{cluster.slurm.gpu_type}:{count}" if cluster.slurm.gpu_type else str(count)
-    return [f"--gpus-per-node={named}" if cluster.slurm.gpus == "gpus-per-node" else f"--gres=gpu:{named}"]
+    request = gpu_request(cluster, count)
+    return ["--gres=none"] if request is None else [f"--{request[0]}={request[1]}"]
 
 
 def pyxis_options(config: Config) -> list[str]:

@@ -68,7 +68,7 @@ def thread_counts(processes: int | None) -> dict[str, str]:
     """Variables that give each of `processes` computing at once its share of this machine's cores; None: one core."""
     cores = len(os.sched_getaffinity(0))
     threads = 1 if processes is None else max(1, cores // processes)
-    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return {name: str(threads) for name in THREADS}
 
 
 def _computing(config: Config, role: RoleName) -> int | None:

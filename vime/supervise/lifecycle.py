@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any
 
 from vime.config import Config
 from vime.config.compose import dump_resolved
@@ -12,6 +10,7 @@ from vime.plan.plan import Plan
 from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import RunDir, Status
 from vime.run.files import write_atomic
+from vime.run.jsonl import Record, read_lines
 
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 """Attempts in a row without a new checkpoint after which the chain ends itself."""
@@ -34,7 +33,7 @@ def begin_attempt(run: RunDir) -> Status:
 
 def next_attempt(run: RunDir, status: Status) -> int:
     """The number of the attempt after the one that `status` describes."""
-    begun = {event.get("attempt") for event in _events(run) if event.get("event") == "run_started"}
+    begun = {event.get("attempt") for event in read_lines(run.events) if event.get("event") == "run_started"}
     return status.attempt + (status.attempt in begun)
 
 
@@ -48,9 +47,9 @@ def refused_nodes(run: RunDir) -> list[str]:
     return sorted({str(node) for event in _refused(run) for node in event.get("nodes", [])})
 
 
-def _refused(run: RunDir) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for event in reversed(_events(run)):
+def _refused(run: RunDir) -> list[Record]:
+    found: list[Record] = []
+    for event in reversed(list(read_lines(run.events))):
         if event.get("event") == "resumed":
             break
         if event.get("event") == "nodes_refused":
@@ -61,7 +60,7 @@ def _refused(run: RunDir) -> list[dict[str, Any]]:
 def no_progress(run: RunDir) -> str:
     """Why the chain must not go on, from the attempts recorded since it was last started by hand; empty when it may."""
     begun = [newest_checkpoint(run)]
-    for event in reversed(_events(run)):
+    for event in reversed(list(read_lines(run.events))):
         if event.get("event") == "resumed":
             break
         if event.get("event") == "run_started" and isinstance(event.get("checkpoint"), int):
@@ -72,20 +71,6 @@ def no_progress(run: RunDir) -> str:
         f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row made no progress: each began at step {begun[0]} and saved"
         " nothing newer. See their logs; continue by hand with --resume once the cause is gone"
     )
-
-
-def _events(run: RunDir) -> list[dict[str, Any]]:
-    try:
-        lines = run.events.read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue  # torn by a kill
-    return found
 
 
 def prepare(run: RunDir, config: Config, plan: Plan) -> None:
