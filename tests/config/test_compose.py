@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.config import Config
-from vime.config.compose import compose, compose_recipe, compose_warmup, dump_resolved, load_resolved
+from vime.config.compose import compose, compose_warmup, dump_resolved, load_resolved
 from vime.errors import UserError
 
 
@@ -274,8 +274,3 @@ def test_a_resolved_file_must_be_whole(tmp_path: Path) -> None:
     file.write_text("recipe: x\n")
     with pytest.raises(UserError, match=r"config\.yaml:1: cluster is missing \(and 1 more\)"):
         load_resolved(file)
-
-
-def test_a_recipe_on_a_known_cluster_is_the_same_as_by_name() -> None:
-    config = tiny()
-    assert compose_recipe("tiny_grpo", config.cluster) == config

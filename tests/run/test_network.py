@@ -18,4 +18,4 @@ def test_a_reserved_port_can_be_served_on_again_and_again_and_is_given_to_nobody
     for other in others:
         other.close()
     assert reserved.url == f"http://127.0.0.1:{reserved.port}"
-    reserved.release()
+    reserved.holder.close()

@@ -36,11 +36,6 @@ def compose(cluster: str, recipe: str, overrides: Sequence[str] = ()) -> Config:
     return _with_warmup(*_finish(draft, recipe, overrides))
 
 
-def compose_recipe(recipe: str, cluster: Cluster, overrides: Sequence[str] = ()) -> Config:
-    """As `compose`, on a cluster that is already known. Raises UserError."""
-    return _with_warmup(*_finish(_on(cluster), recipe, overrides))
-
-
 def compose_warmup(config: Config) -> Config | None:
     """The sft run that makes `config`'s initial policy, or None without model.warmup.
 

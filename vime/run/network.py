@@ -29,10 +29,6 @@ class ReservedPort:
         """Where a server on this port answers."""
         return http_url(self.host, self.port)
 
-    def release(self) -> None:
-        """Gives the port back."""
-        self.holder.close()
-
 
 def http_url(host: str, port: int) -> str:
     """`http://host:port`, with brackets around an IPv6 address."""
