@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.errors import UserError
-from vime.plan.nodes import NodeGroup, choose_segment, parted, rank_groups
+from vime.plan.nodes import NodeGroup, choose_segment, rank_groups, split_groups
 
 RACK = 18
 
@@ -71,8 +71,8 @@ def test_a_chosen_segment_keeps_its_promises(count: int, width: int, domain: int
         # Then no divisor that fits the domain keeps the groups whole.
         fitting = [size for size in range(1, domain + 1) if nodes % size == 0]
         assert width <= domain
-        assert all(parted(groups, size) for size in fitting)
+        assert all(split_groups(groups, size) for size in fitting)
         return
     assert nodes % size == 0
     assert size <= domain
-    assert not parted(groups, size) or width > domain
+    assert not split_groups(groups, size) or width > domain

@@ -1,7 +1,7 @@
 """A chunk: some prompt groups in one immutable file, of which a reader touches only the samples that it asks for.
 
-The arrays of all samples lie one after the other in flat tensors; offsets say where each sample's part begins. Each
-sample has checksums over all its parts, so that a damaged file is an error and never a wrong sample. A chunk is mostly
+The arrays of all samples lie one after the other in flat tensors; offsets say where each sample's rows begin. Each
+sample has checksums over all its arrays, so that a damaged file is an error and never a wrong sample. A chunk is mostly
 routed experts: a sample's lie layer by layer, each with a checksum of its own, and a pipeline stage reads its layers.
 """
 
@@ -114,7 +114,7 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
         _checksum(s.token_ids, s.loss_mask, s.rollout_logprobs, s.versions, reward, routed, text, s.teacher_logprobs)
         for s, reward, routed, text in zip(samples, rewards, has_routes, texts, strict=True)
     ]
-    parts: dict[str, list[Array]] = {
+    arrays: dict[str, list[Array]] = {
         "token_ids": [s.token_ids for s in samples],
         "rollout_logprobs": [s.rollout_logprobs for s in samples],
         "versions": [s.versions for s in samples],
@@ -128,12 +128,12 @@ def encode_chunk(groups: Sequence[Group], experts: int | None = None) -> list[by
         "groups": [np.frombuffer(ranges, "u1")],
     }
     if teacher:
-        parts[_TEACHER] = teacher
+        arrays[_TEACHER] = teacher
     for offsets, flat in _RAGGED.items():
-        parts[offsets] = [np.array(list(accumulate(map(len, parts[flat]), initial=0)), "<i8")]
+        arrays[offsets] = [np.array(list(accumulate(map(len, arrays[flat]), initial=0)), "<i8")]
     tensors = {
         key: Flat(np.dtype(_SHAPES[key][0] or routes[0].dtype), value[0].shape[1:], value)
-        for key, value in parts.items()
+        for key, value in arrays.items()
     }
     metadata = {"format": FORMAT, "experts": str(experts or 0), "groups_checksum": str(zlib.crc32(ranges))}
     return encode_tensors(tensors, metadata)
@@ -180,11 +180,11 @@ class Chunk:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path} has {len(self)} samples, no sample {index}")
         with _naming(self.path, f"sample {index}: "):
-            token_ids, versions = self._part("token_offsets", index), self._part("version_offsets", index)
-            loss_mask = self._part("response_offsets", index)
-            logprobs = self._part("response_offsets", index, "rollout_logprobs")
-            teacher = self._part("response_offsets", index, _TEACHER) if _TEACHER in self.tensors else None
-            text = self._part("json_offsets", index).tobytes()
+            token_ids, versions = self._rows("token_offsets", index), self._rows("version_offsets", index)
+            loss_mask = self._rows("response_offsets", index)
+            logprobs = self._rows("response_offsets", index, "rollout_logprobs")
+            teacher = self._rows("response_offsets", index, _TEACHER) if _TEACHER in self.tensors else None
+            text = self._rows("json_offsets", index).tobytes()
             reward = self.tensors["rewards"][index : index + 1]
             has_routes = self.tensors["has_routes"][index : index + 1]
             checksum = _checksum(token_ids, loss_mask, logprobs, versions, reward, has_routes, text, teacher)
@@ -208,7 +208,7 @@ class Chunk:
 
     def _routes(self, index: int, layers: Sequence[int] | None) -> Array:
         """Expert ids [layers, positions, top-k] of a sample: views of the file where the layers follow each other."""
-        sums, rows = self.tensors["route_sums"][index], self._part("route_offsets", index)
+        sums, rows = self.tensors["route_sums"][index], self._rows("route_offsets", index)
         every = rows.reshape(len(sums), -1, rows.shape[1])
         chosen = list(range(len(sums)) if layers is None else layers)
         if [_word_sum(every[layer]) for layer in chosen] != [int(sums[layer]) for layer in chosen]:
@@ -217,7 +217,7 @@ class Chunk:
             return every[chosen[0] : chosen[-1] + 1]
         return every[np.array(chosen, int)]
 
-    def _part(self, offsets: str, index: int, flat: str | None = None) -> Array:
+    def _rows(self, offsets: str, index: int, flat: str | None = None) -> Array:
         begin, end = self.tensors[offsets][index : index + 2].tolist()
         return self.tensors[flat or _RAGGED[offsets]][begin:end]
 
@@ -274,12 +274,12 @@ def _check_tensors(tensors: dict[str, Array], experts: int) -> None:
             raise ValueError(f"{name} and loss_mask differ in length")
 
 
-def _checksum(*parts: Array | bytes | None) -> int:
+def _checksum(*arrays: Array | bytes | None) -> int:
     value = 0
-    for part in parts:
-        if part is None:
+    for array in arrays:
+        if array is None:
             continue
-        value = zlib.crc32(part if isinstance(part, bytes) else raw_bytes(part).data, value)
+        value = zlib.crc32(array if isinstance(array, bytes) else raw_bytes(array).data, value)
     return value
 
 
@@ -301,10 +301,10 @@ def _json(value: Any) -> bytes:
 
 
 @contextmanager
-def _naming(path: Path, part: str = "") -> Iterator[None]:
+def _naming(path: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise BufferFault(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        raise BufferFault(f"{path} does not read as a chunk: {part}{error}") from error
+        raise BufferFault(f"{path} does not read as a chunk: {what}{error}") from error

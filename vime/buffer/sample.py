@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 class Sample:
     """One prompt with one response. T tokens, of which the last R = T - prompt_length are the response.
 
-    Raises ValueError when the parts do not fit together.
+    Raises ValueError when the arrays do not fit together.
     """
 
     token_ids: NDArray[np.int32]

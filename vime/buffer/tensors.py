@@ -1,4 +1,4 @@
-"""A file of named flat arrays in the safetensors format: written part by part without joining them, mapped to be read.
+"""A file of named flat arrays in the safetensors format: written in pieces without joining them, mapped to be read.
 
 The safetensors package copies what it slices and wants each tensor whole to write it. At the size of routed experts
 both cost as much as the file itself, and the format is simple: the length of a header (8 bytes), the header in JSON,
@@ -34,17 +34,17 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Flat:
-    """An array in parts one after the other along the first axis. All have the same `dtype` and row `shape`."""
+    """An array in pieces one after the other along the first axis. All have the same `dtype` and row `shape`."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     """Of one row: () for a vector."""
-    parts: Sequence[Array]
+    pieces: Sequence[Array]
 
     @property
     def rows(self) -> int:
         """Length of the first axis."""
-        return sum(len(part) for part in self.parts)
+        return sum(len(piece) for piece in self.pieces)
 
 
 class _Entry(BaseModel):
@@ -60,7 +60,7 @@ _METADATA = TypeAdapter(dict[str, str])
 
 
 def encode_tensors(tensors: Mapping[str, Flat], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
-    """The content of a file that holds `tensors`, in pieces: large parts are not copied."""
+    """The content of a file that holds `tensors`, in pieces: large ones are not copied."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -72,7 +72,7 @@ def encode_tensors(tensors: Mapping[str, Flat], metadata: Mapping[str, str]) -> 
     text += b" " * (-len(text) % 8)
 
     head = len(text).to_bytes(8, "little") + text
-    return [head, *(raw_bytes(part).data for _, flat in ordered for part in _joined(flat.parts))]
+    return [head, *(raw_bytes(piece).data for _, flat in ordered for piece in _joined(flat.pieces))]
 
 
 def map_tensors(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
@@ -115,9 +115,9 @@ def raw_bytes(array: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _joined(parts: Sequence[Array]) -> Sequence[Array]:
-    """Small parts as one: a chunk of thousands of samples must not be thousands of small writes."""
-    return parts if sum(part.nbytes for part in parts) > len(parts) * _SMALL else [np.concatenate(parts)]
+def _joined(pieces: Sequence[Array]) -> Sequence[Array]:
+    """Small pieces as one: a chunk of thousands of samples must not be thousands of small writes."""
+    return pieces if sum(piece.nbytes for piece in pieces) > len(pieces) * _SMALL else [np.concatenate(pieces)]
 
 
 def _bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:

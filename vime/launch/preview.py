@@ -89,13 +89,13 @@ def print_preview(config: Config, plan: Plan, as_json: bool, console: Console | 
 
 def ranges(numbers: list[int]) -> str:
     """`0-3,6` for 0, 1, 2, 3, 6."""
-    parts: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
         else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+            spans.append([number])
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def _devices(config: Config, role: RolePlan, processes: list[Process]) -> str:
@@ -161,12 +161,12 @@ def _checkpoint_line(config: Config, plan: Plan) -> list[str]:
 
 def _request(plan: Plan, limit: int) -> str:
     hours = limit / 3600
-    parts = ", ".join(_part(component) for component in plan.components)
+    components = ", ".join(_component(component) for component in plan.components)
     unit, count = ("GPU", plan.gpus) if plan.gpus else ("node", plan.nodes)
-    return f"{parts}; {count} {unit}s x {time_text(limit)} = {count * hours:g} {unit}-hours at most"
+    return f"{components}; {count} {unit}s x {time_text(limit)} = {count * hours:g} {unit}-hours at most"
 
 
-def _part(component: Component) -> str:
+def _component(component: Component) -> str:
     nodes = len(component.nodes)
     words = f"{component.name} {nodes} node{'s' if nodes > 1 else ''}"
     if component.gpus_per_node:

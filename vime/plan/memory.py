@@ -1,4 +1,4 @@
-"""How much memory each rank and each engine GPU takes, part by part, before anything is started.
+"""How much memory each rank and each engine GPU takes, and for what, before anything is started.
 
 Weights, gradients and optimizer state are counted exactly. Activations are those that Megatron-core's own layers keep
 for the backward pass; Transformer Engine's fused ones keep less, so that a plan errs on the safe side.
@@ -26,7 +26,7 @@ _LOGIT_CHUNKS = 2.1
 class _Gigabytes(Frozen):
     @property
     def total(self) -> float:
-        """All parts together."""
+        """The sum."""
         return float(sum(value for value in self.model_dump().values() if isinstance(value, float)))
 
 
@@ -64,13 +64,13 @@ def trainer_memory(config: Config, shape: Shape) -> TrainerMemory:
 
 def _of_stage(config: Config, shape: Shape, stage: int) -> TrainerMemory:
     training = config.training
-    parts = of_stage(shape, stage, training.pipeline_parallel, training.virtual_stages)
-    held = _held(parts, training)
+    counted = of_stage(shape, stage, training.pipeline_parallel, training.virtual_stages)
+    held = _held(counted, training)
     weight, state = _BYTES[training.dtype], _MASTER[training.dtype] + _MOMENTS
     shards = _shards(training)
     parameters = sum(held) * weight / GB
     gradients = sum(held) * _GRADIENT / GB
-    optimizer = sum(part * state / shard for part, shard in zip(held, shards, strict=True)) / GB
+    optimizer = sum(one * state / shard for one, shard in zip(held, shards, strict=True)) / GB
     return TrainerMemory(
         stage=stage,
         parameters=parameters,
@@ -82,11 +82,11 @@ def _of_stage(config: Config, shape: Shape, stage: int) -> TrainerMemory:
     )
 
 
-def _held(parts: Parameters, training: Training) -> tuple[float, float]:
+def _held(parameters: Parameters, training: Training) -> tuple[float, float]:
     """Parameters on one rank: all but the experts, and the experts."""
     return (
-        parts.split / training.tensor_parallel + parts.whole,
-        parts.experts / training.expert_parallel / training.expert_tensor_parallel,
+        parameters.split / training.tensor_parallel + parameters.whole,
+        parameters.experts / training.expert_parallel / training.expert_tensor_parallel,
     )
 
 

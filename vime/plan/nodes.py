@@ -20,7 +20,7 @@ class NodeCount:
     name: Literal["trainer", "rollout"]
     nodes: int
     tasks_per_node: int
-    """Ranks, or engines (parts of one that spans nodes), of a full node."""
+    """Ranks, or engines (a node of one that spans several), of a full node."""
     width: int
     """Slots of one such task."""
     span: int
@@ -120,7 +120,7 @@ def rank_groups(ranks: int, size: int, per_node: int, what: str) -> list[NodeGro
 def choose_segment(
     nodes: int, domain_nodes: int, groups: Sequence[NodeGroup], wanted: int | None, where: str, setting: str
 ) -> int:
-    """Nodes of one `--segment`: a number that divides `nodes`, parts no group and fits an NVLink domain.
+    """Nodes of one `--segment`: a number that divides `nodes`, splits no group and fits an NVLink domain.
 
     All of up to WHOLE_SEGMENT nodes. Of more, few: the smallest from SMALL_SEGMENT on, at most MAX_SEGMENT, because a
     rack with a tray down has nothing to give to a segment of all its trays.
@@ -139,7 +139,7 @@ def choose_segment(
             )
         return wanted
     fitting = [size for size in range(1, min(nodes, domain_nodes) + 1) if nodes % size == 0]
-    whole = [size for size in fitting if not parted(groups, size)]
+    whole = [size for size in fitting if not split_groups(groups, size)]
     widest = max((len(group.nodes) for group in groups), default=1)
     if not whole and widest <= domain_nodes:
         group = max(groups, key=lambda group: len(group.nodes))
@@ -154,7 +154,7 @@ def choose_segment(
     return min((size for size in small if size >= SMALL_SEGMENT), default=max(small, default=min(whole)))
 
 
-def parted(groups: Sequence[NodeGroup], segment: int) -> list[NodeGroup]:
+def split_groups(groups: Sequence[NodeGroup], segment: int) -> list[NodeGroup]:
     """Those of `groups` whose nodes are not all in one run of `segment` nodes."""
     return [group for group in groups if group.nodes[0] // segment != group.nodes[-1] // segment]
 
@@ -170,7 +170,7 @@ def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[l
     domain, own = cluster.node.domain_nodes, {"trainer": cluster.slurm.trainer, "rollout": cluster.slurm.rollout}
     warnings = []
     if layout == "hetjob":
-        parts = [(str(count), f"launch.{count.name}_nodes", count.nodes, count.groups) for count in counts]
+        placed = [(str(count), f"launch.{count.name}_nodes", count.nodes, count.groups) for count in counts]
         wanted = [config.launch.segment or own[count.name].segment for count in counts]
     else:
         shifted = [
@@ -178,7 +178,7 @@ def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[l
             for index, count in enumerate(counts)
             for group in count.groups
         ]
-        parts = [
+        placed = [
             (
                 "the allocation",
                 "launch.trainer_nodes + launch.rollout_nodes",
@@ -189,11 +189,11 @@ def segments_of(config: Config, counts: list[NodeCount], layout: str) -> tuple[l
         own_segments = (cluster.slurm.allocation.segment, *(own[count.name].segment for count in counts))
         wanted = [config.launch.segment or next(filter(None, own_segments), None)]
     segments: list[int | None] = []
-    for (where, setting, nodes, groups), choice in zip(parts, wanted, strict=True):
+    for (where, setting, nodes, groups), choice in zip(placed, wanted, strict=True):
         on = cluster.slurm.segment
         segment = choose_segment(nodes, domain, groups, choice, where, setting) if on else None
         segments.append(segment)
-        warnings += [_leaves_domain(config, group) for group in parted(groups, segment or 1)]
+        warnings += [_leaves_domain(config, group) for group in split_groups(groups, segment or 1)]
     if domain > 1 and layout == "hetjob":
         warnings.append(
             "Slurm gives each component of a heterogeneous job an IMEX channel of its own, which the group that sends"

@@ -205,7 +205,7 @@ def _sentence(watch: Watch) -> str:
     left = watch.remaining()
     done = f"step {watch.step}" + (f"/{watch.planned}" if watch.planned else "")
     numbers = watch.numbers()
-    return "  ".join(part for part in (done, numbers, f"{duration(left)} left" if left is not None else "") if part)
+    return "  ".join(word for word in (done, numbers, f"{duration(left)} left" if left is not None else "") if word)
 
 
 def _line(console: Console, begun: float, words: str) -> None:

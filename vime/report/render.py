@@ -110,7 +110,7 @@ def _rows(summary: Summary, glyphs: Glyphs, width: int) -> Iterator[tuple[str, R
         text = _course(accuracy, "version", glyphs)
         responses = f"{plural(held_out.samples, 'response')}" if held_out.samples else ""
         many = len(summary.held_out) > 1
-        detail = ", ".join(part for part in (clean(held_out.dataset) if many else "", responses) if part)
+        detail = ", ".join(word for word in (clean(held_out.dataset) if many else "", responses) if word)
         yield "held-out accuracy", Text(text + (f"  ({detail})" if detail else ""))
     if (diff := summary.logprob_diff) is not None:
         yield (
@@ -184,7 +184,7 @@ def _grid(rows: list[tuple[str, RenderableType]]) -> Table:
 
 
 def _time_table(timing: Timing, glyphs: Glyphs, width: int) -> Table:
-    """The trainer's parts as bars; generation below, because it overlaps with them."""
+    """What the trainer did, as bars; generation below, because it overlaps with them."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=LABEL, no_wrap=True)
     for _ in range(2):

@@ -33,7 +33,7 @@ class Steps(Frozen):
 
 
 class TimeShare(Frozen):
-    """A part of the steps' wall time."""
+    """One of the things that the steps' wall time went to."""
 
     name: str
     seconds: float
@@ -49,9 +49,9 @@ class Timing(Frozen):
 
     step_time: Series
     trainer: list[TimeShare]
-    """What trainer rank 0 did: waiting for the batch (wait), its own parts, and `other`. Shares sum to 1."""
+    """What trainer rank 0 did: waiting for the batch (wait), its own work, and `other`. Shares sum to 1."""
     rollout: TimeShare
-    """Generation. It goes on while the trainer waits or trains, so it is not a part of the sum above."""
+    """Generation. It goes on while the trainer waits or trains, so the sum above leaves it out."""
 
 
 class Rates(Frozen):
@@ -165,7 +165,7 @@ def _dropped(metrics: Metrics, events: Events) -> Dropped:
 def _timing(metrics: Metrics, step_time: Series) -> Timing:
     total, count = metrics.seconds["step"], step_time.count
 
-    def part(name: str, seconds: float) -> TimeShare:
+    def share_of(name: str, seconds: float) -> TimeShare:
         share = seconds / total if total > 0 else 0.0
         return TimeShare(name=name, seconds=seconds, share=share, per_step=seconds / count)
 
@@ -173,6 +173,6 @@ def _timing(metrics: Metrics, step_time: Series) -> Timing:
     other = max(0.0, total - sum(metrics.seconds[name] for name in names))
     return Timing(
         step_time=step_time,
-        trainer=[*(part(name, metrics.seconds[name]) for name in names), part("other", other)],
-        rollout=part("rollout", metrics.seconds["rollout"]),
+        trainer=[*(share_of(name, metrics.seconds[name]) for name in names), share_of("other", other)],
+        rollout=share_of("rollout", metrics.seconds["rollout"]),
     )

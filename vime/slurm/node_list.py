@@ -22,8 +22,8 @@ def expand(text: str) -> list[str]:
     Raises UserError for what is not a list of hosts.
     """
     hosts: list[str] = []
-    for part in filter(None, _split(text)):
-        hosts += _expand_one(part, text)
+    for item in filter(None, _split(text)):
+        hosts += _expand_one(item, text)
         if len(hosts) > MAX_HOSTS:
             raise UserError(f"node list {_short(text)} names more than {MAX_HOSTS} hosts")
     return hosts
@@ -31,18 +31,18 @@ def expand(text: str) -> list[str]:
 
 def compress(hosts: Iterable[str]) -> str:
     """A list that `expand` and SLURM read as exactly these hosts in this order: `n[1-3],m2`."""
-    parts: list[str] = []
+    items: list[str] = []
     for (prefix, numbered), group in itertools.groupby(hosts, _stem):
         numbers = [host.removeprefix(prefix) for host in group]
         if not numbered or len(numbers) == 1:
-            parts += [prefix + number for number in numbers]
+            items += [prefix + number for number in numbers]
         else:
-            parts.append(f"{prefix}[{','.join(_ranges(numbers))}]")
-    return ",".join(parts)
+            items.append(f"{prefix}[{','.join(_ranges(numbers))}]")
+    return ",".join(items)
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas or spaces that are not inside brackets."""
+    """The items between commas or spaces that are not inside brackets."""
     depth, start = 0, 0
     for index, character in enumerate(text):
         if character == "[":
@@ -59,12 +59,12 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _expand_one(part: str, whole: str) -> list[str]:
-    if "[" in part and not part.endswith("]"):
+def _expand_one(item: str, whole: str) -> list[str]:
+    if "[" in item and not item.endswith("]"):
         raise UserError(f"node list {_short(whole)}: SLURM takes no text after the last bracket of a name")
     choices = [
         [piece] if index % 2 == 0 else list(_numbers(piece, whole))
-        for index, piece in enumerate(re.split(r"[\[\]]", part))
+        for index, piece in enumerate(re.split(r"[\[\]]", item))
     ]
     size = 1
     for choice in choices:

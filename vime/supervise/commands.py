@@ -97,7 +97,7 @@ def step_commands(
     for role in plan.roles:
         if role.name == "supervisor":
             continue
-        component = next(part for part in plan.components if part.name == role.component)
+        component = next(one for one in plan.components if one.name == role.component)
         python = python_of(config.cluster)
         program = (programs or {}).get(role.name) or (python, "-m", role.module)
         commands.append(

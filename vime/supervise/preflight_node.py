@@ -158,7 +158,7 @@ def node_of(environ: Mapping[str, str]) -> str:
 
 def versions() -> dict[str, str]:
     """Name -> version of the main packages that are installed, and Python's."""
-    found = {"python": ".".join(str(part) for part in sys.version_info[:3])}
+    found = {"python": ".".join(str(number) for number in sys.version_info[:3])}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -122,7 +122,7 @@ class StepProcess:
 def _ranks(text: str) -> list[int]:
     """0, 2 and 3 of `0,2-3`, as srun writes task numbers."""
     ranks: list[int] = []
-    for part in text.strip("[]").split(","):
-        first, _, last = part.partition("-")
+    for span in text.strip("[]").split(","):
+        first, _, last = span.partition("-")
         ranks += range(int(first), int(last or first) + 1)
     return ranks

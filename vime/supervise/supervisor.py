@@ -33,7 +33,7 @@ from vime.supervise.preflight import MAX_TOLD, NodeProblem, check_nodes, shared_
 from vime.supervise.stop_signals import Stopped, StopSignals
 
 Commands = Callable[[Config, Plan], Sequence[Command]]
-WARMUP_PARTS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")
+WARMUP_SECTIONS = ("model", "data", "demonstrations", "algorithm", "rollout", "training")
 """Sections of a warm-up recipe that change the model it makes."""
 
 
@@ -107,8 +107,8 @@ def initial_policy(config: Config, run: RunDir, signals: StopSignals, commands: 
         print(f"{utc_now()} warming up the model in {nested.path}", flush=True)
         shutil.copytree(_warmed_up(warmup, nested, signals, commands), folder, dirs_exist_ok=True)
 
-    parts = {name: getattr(warmup, name).model_dump(mode="json") for name in WARMUP_PARTS}
-    return cached_model(model_key({**parts, "seed": warmup.run.seed}), make, signals.wait)
+    sections = {name: getattr(warmup, name).model_dump(mode="json") for name in WARMUP_SECTIONS}
+    return cached_model(model_key({**sections, "seed": warmup.run.seed}), make, signals.wait)
 
 
 def _tiny_model(tiny: TinyModel, signals: StopSignals) -> Path:

@@ -138,8 +138,8 @@ def _text(document: Document, path: KeyPath) -> str:
     if written is not None:
         return written
     value: Any = document.data
-    for part in path:
-        value = value[part]
+    for key in path:
+        value = value[key]
     return json.dumps(value)
 
 
@@ -163,8 +163,8 @@ def _name(recipe: str, fixed: Sequence[str], values: Sequence[tuple[str, str]]) 
     """`learning_rate_1e-6-seed_1-3fa2c1`: readable, and different for whatever changes the result."""
     words = "-".join(f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in values)
     safe = re.sub(r"[^A-Za-z0-9_.-]+", "_", words)[:80].strip("_.-")
-    parts = [recipe, *(text for text in fixed if not text.startswith("run.root=")), *map("=".join, values)]
-    return f"{safe}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:6]}"
+    whole = [recipe, *(text for text in fixed if not text.startswith("run.root=")), *map("=".join, values)]
+    return f"{safe}-{hashlib.sha256(chr(10).join(whole).encode()).hexdigest()[:6]}"
 
 
 @dataclass(frozen=True)
