@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.process_table import processes
 from tests.slurm.shape import SMALL, Ports, Shape, write_configuration
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
@@ -134,17 +135,8 @@ class SlurmCluster:
 
     def leftovers(self) -> list[int]:
         """Pids of processes that this cluster started in any way: their environment names its slurm.conf."""
-        needle = f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if needle in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        setting = f"SLURM_CONF={self.environ['SLURM_CONF']}"
+        return list(processes(lambda _, environment: setting in environment.split("\n")))
 
     def _start(self) -> None:
         self.folder.chmod(0o755)

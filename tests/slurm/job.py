@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.process_table import processes
 from tests.slurm.cluster import SlurmCluster
 from tests.supervise.job import answers, until
 from vime.config import Config, Model
@@ -115,29 +116,14 @@ class SlurmRun:
 
     def processes(self) -> dict[int, str]:
         """pid -> command line of every live process of this run on any node, the launcher's left out."""
-        found = {}
-        needle = str(self.root).encode()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) not in (os.getpid(), self.launcher.pid):
-                try:
-                    line = (entry / "cmdline").read_bytes()
-                    if needle + b"/runs" in (entry / "environ").read_bytes() + line:
-                        found[int(entry.name)] = line.replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
+        found = processes(lambda line, environment: f"{self.root}/runs" in environment + line)
+        found.pop(self.launcher.pid, None)
         return found
 
     def batch_step_daemons(self) -> list[int]:
         """Pids of Slurm's own processes that hold its batch step: the last that each does is report its end."""
-        title = f"slurmstepd: [{self.job_id}.batch]".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(title):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        title = f"slurmstepd: [{self.job_id}.batch]"
+        return list(processes(lambda line, _: line.startswith(title)))
 
     def kill(self, name: str) -> None:
         """SIGKILL to the process of a role."""

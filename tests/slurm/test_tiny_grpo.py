@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.process_table import processes
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.conftest import Clusters
 from tests.slurm.shape import SMALL
@@ -132,19 +133,10 @@ def test_a_heterogeneous_job_that_is_killed_resumed_and_warned_equals_an_uninter
     assert all(step["train/grad_norm"] > 1e-3 for step in expected.values())  # there was something to lose
 
 
-def _pids(run: RunDir, *parts: str) -> list[int]:
-    """Live processes of the run whose command line holds all of `parts`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().decode(errors="replace")
-                mine = str(run.path).encode() in (entry / "environ").read_bytes() or str(run.path) in line
-            except OSError:
-                continue
-            if mine and all(part in line for part in parts):
-                found.append(int(entry.name))
-    return found
+def _pids(run: RunDir, *words: str) -> list[int]:
+    """Live processes of the run whose command line holds all of `words`."""
+    own = str(run.path)
+    return list(processes(lambda line, environment: own in environment + line and all(word in line for word in words)))
 
 
 def test_an_engine_that_spans_nodes_restarts_whole_and_its_lost_part_is_named(launch: Launch) -> None:
