@@ -74,12 +74,12 @@ def test_clients_pass_a_proxy_by(proxy: PlayedProxy) -> None:
     asyncio.run(run())
 
 
-def test_readiness_of_an_engine_passes_a_proxy_by(proxy: PlayedProxy) -> None:
+def test_readiness_of_an_engine_passes_a_proxy_by(proxy: PlayedProxy, tmp_path: Path) -> None:
     async def run() -> None:
         async with serving({}, {READY_PATH: tokens}) as url:
             process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
             with process:
-                assert await asyncio.to_thread(Server(process, url, "secret").wait_ready, 10, lambda: False)
+                assert await asyncio.to_thread(Server(process, url, "secret", tmp_path).wait_ready, 10, lambda: False)
 
     asyncio.run(run())
     assert proxy.seen == []
@@ -90,7 +90,7 @@ def test_an_environment_without_proxies() -> None:
     assert without_proxy(environ) == {"PATH": "e"}
 
 
-def test_one_try_says_how_it_went(tmp_path: Path) -> None:
+def test_one_try_says_how_it_went() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=int(request.query["status"]), text=request.query["text"])
 

@@ -59,9 +59,7 @@ class Routed:
 
 
 @pytest.fixture
-def routed(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Routed]:
+def routed(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Routed]:
     """Its parameter: another module than the role's own to start."""
     engine = PlayedEngine()
     app = Starlette(routes=[Route("/{path:path}", engine.answer, methods=["GET", "POST"])])
