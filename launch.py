@@ -16,6 +16,7 @@ try:
     from vime.config.compose import compose
     from vime.errors import UserError
     from vime.launch.arguments import OptionParser, read_settings
+    from vime.plan.checks import check_model
     from vime.plan.plan import make_plan
 except ModuleNotFoundError as missing:
     text = f"launch.py: {missing.name} is not installed here; run `make venv` and use .venv/bin/python"
@@ -114,7 +115,7 @@ def run(command: Command) -> int:
         return resume(Path(command.resume), command.overrides, wait=command.wait)
     if command.sweep is not None:
         return run_sweep(command, command.sweep)
-    config: Config = compose(command.cluster, command.recipe, command.overrides)
+    config: Config = compose(command.cluster, command.recipe, command.overrides, check=check_model)
     plan = make_plan(config)
     if command.dry_run:
         from vime.launch.preview import print_preview

@@ -33,9 +33,9 @@ class BareLoop:
         self.model = GPTModel(
             config,
             block_spec(architecture, config, None),
-            vocab_size=architecture.vocabulary,
-            max_sequence_length=architecture.context,
-            share_embeddings_and_output_weights=architecture.tied,
+            vocab_size=architecture.shape.vocabulary,
+            max_sequence_length=architecture.shape.context,
+            share_embeddings_and_output_weights=architecture.shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=architecture.rotary_base,  # type: ignore[arg-type]
         )

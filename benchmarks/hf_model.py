@@ -17,7 +17,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def make_model(tiny: TinyModel, folder: Path, vocabulary: int | None = None) -> int:
     """Write the model, with `vocabulary` rows of embedding when given. Returns its number of parameters.
 
-    The words beyond the tokenizer's have weights and no text, as the padded vocabularies of real models do.
+    The tokens beyond the tokenizer's have weights and no text, as the padded vocabularies of real models do.
     """
     make_tiny(tiny, folder)
     path = folder / "model.safetensors"

@@ -104,7 +104,7 @@ def _pass(candidate: str, hidden: Tensor, weight: Tensor, targets: Tensor, chunk
             entropies = -(log_p.exp() * log_p).sum(dim=-1)
     else:
         logprobs, entropies = vocab_parallel_logprobs(
-            hidden, weight, targets, temperature=1.0, vocabulary=weight.shape[0], chunk=chunk
+            hidden, weight, targets, temperature=1.0, vocabulary_size=weight.shape[0], chunk=chunk
         )
     loss = -logprobs.mean()
     if candidate == "chunked_entropy":

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.published import QWEN3_4B
 from vime.config import Config
 from vime.config.compose import compose, compose_warmup, dump_resolved, load_resolved
 from vime.errors import UserError
+from vime.plan.checks import check_model
 
 
 def tiny(*overrides: str) -> Config:
@@ -16,7 +18,7 @@ def tiny(*overrides: str) -> Config:
 
 def refused(*overrides: str, recipe: str = "tiny_grpo", cluster: str = "local") -> str:
     with pytest.raises(UserError) as caught:
-        compose(cluster, recipe, overrides)
+        compose(cluster, recipe, overrides, check=check_model)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -173,11 +175,11 @@ def test_a_model_folder_must_be_there_and_say_its_sizes(tmp_path: Path) -> None:
     assert "has no config.json" in refused(*overrides)
     file = tmp_path / "model" / "config.json"
     file.write_text("{")
-    assert f"cannot read {file}" in refused(*overrides)
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
-    file.write_text(json.dumps(sizes))
-    assert "does not say max_position_embeddings" in refused(*overrides)
-    file.write_text(json.dumps({**sizes, "max_position_embeddings": 128}))
+    assert f"command line: model.path: cannot read {file}" in refused(*overrides)
+    sizes = QWEN3_4B | {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    file.write_text(json.dumps({key: value for key, value in sizes.items() if key != "hidden_size"}))
+    assert refused(*overrides) == f"command line: model.path: {tmp_path}/model/config.json: hidden_size is missing"
+    file.write_text(json.dumps(sizes | {"max_position_embeddings": 128}))
     assert compose("local", "tiny_grpo", overrides).model.path == tmp_path / "model"
     assert "does not divide the model's 3 layers; use 1" in refused(*overrides, "training.pipeline_parallel=2")
 

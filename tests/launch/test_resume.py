@@ -14,6 +14,7 @@ import launch
 from vime.config.compose import compose, dump_resolved, load_resolved, override_resolved
 from vime.errors import UserError
 from vime.launch.holder import LOCK, RESUMING, held
+from vime.plan.checks import check_model
 from vime.run.directory import Failure, RunDir, Status
 from vime.supervise.guardian import close
 
@@ -89,7 +90,7 @@ def test_overrides_change_a_runs_configuration_and_are_checked(tmp_path: Path) -
     assert (changed.training.ranks, changed.training.learning_rate) == (4, 1e-6)
     assert load_resolved(file).training.ranks == 2
     with pytest.raises(UserError, match="128 samples do not divide over the 3 data-parallel ranks"):
-        override_resolved(file, ["training.ranks=3"])
+        override_resolved(file, ["training.ranks=3"], check=check_model)
 
 
 def failed_run(folder: Path) -> RunDir:

@@ -5,8 +5,9 @@ import pytest
 from vime.config import Config, Shape
 from vime.config.compose import compose
 from vime.errors import UserError
+from vime.models.shape import shape_of
 from vime.plan.memory import activation_bytes, engine_memory, memory_warnings, trainer_memory
-from vime.plan.parameters import count, of_stage, shape_of, stage_layers
+from vime.plan.parameters import count, of_stage, stage_layers
 
 
 def config(cluster: str, recipe: str, *overrides: str) -> Config:

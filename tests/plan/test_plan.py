@@ -6,11 +6,12 @@ from vime.config import Config
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import ranges
+from vime.plan.checks import check_model
 from vime.plan.plan import Plan, Process, make_plan
 
 
 def config(*overrides: str, recipe: str = "tiny_grpo") -> Config:
-    return compose("local", recipe, overrides)
+    return compose("local", recipe, overrides, check=check_model)
 
 
 def refused(*overrides: str) -> str:

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.models.published import QWEN3_30B_A3B
 from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.checks import check_ready
 from vime.launch.preview import preview_data
+from vime.plan.checks import check_model
 from vime.plan.plan import Plan, make_plan
 
 CLUSTERS = ("a100", "h200", "gb200")
@@ -18,7 +20,7 @@ RECIPES = ("qwen3_4b_grpo", "qwen3_30b_a3b_grpo", "glm45_air_grpo")
 
 
 def plan(cluster: str, recipe: str, *overrides: str) -> Plan:
-    return make_plan(compose(cluster, recipe, overrides))
+    return make_plan(compose(cluster, recipe, overrides, check=check_model))
 
 
 def refused(cluster: str, recipe: str, *overrides: str) -> str:
@@ -233,7 +235,10 @@ def test_whatever_is_planned_keeps_its_promises(
         update={
             "training": base.training.model_copy(update=sizes),
             "rollout": base.rollout.model_copy(update={"engines": engines, "tensor_parallel": engine}),
-            "model": base.model.model_copy(update={"shape": None}),  # of unknown sizes: memory is another test's
+            # Memory is another test's.
+            "cluster": base.cluster.model_copy(
+                update={"node": base.cluster.node.model_copy(update={"gpu_memory_gb": None})}
+            ),
         }
     )
     try:
@@ -321,16 +326,14 @@ class TestReady:
     """What a dry run leaves open and a submission does not."""
 
     def refused(self, cluster: str, recipe: str, *overrides: str) -> str:
-        config = compose(cluster, recipe, overrides)
+        config = compose(cluster, recipe, overrides, check=check_model)
         make_plan(config)
         with pytest.raises(UserError) as caught:
             check_ready(config)
         return str(caught.value)
 
     def folder(self, tmp_path: Path, **sizes: object) -> str:
-        shape = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48, "num_experts": 128}
-        text = json.dumps({"max_position_embeddings": 40960, "model_type": "x", **shape, **sizes})
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | sizes))
         return f"model.path={tmp_path}"
 
     def test_tied_embeddings_that_no_engine_has(self) -> None:
@@ -345,4 +348,4 @@ class TestReady:
 
     def test_another_model_s_folder_is_noticed_by_its_sizes(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"has 36 layers, but model\.shape\.layers=48: is it Qwen/Qwen3-30B-A3B\?"):
-            compose("h200", "qwen3_30b_a3b_grpo", [self.folder(tmp_path, num_hidden_layers=36)])
+            compose("h200", "qwen3_30b_a3b_grpo", [self.folder(tmp_path, num_hidden_layers=36)], check=check_model)

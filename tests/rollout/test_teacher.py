@@ -124,8 +124,8 @@ def drop_logprobs(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("played", "words"),
     [
-        (PlayedTeacher(vocabulary=263), "has a smaller vocabulary than the policy's 264 words"),
-        (PlayedTeacher(vocabulary=265), "has a larger vocabulary than the policy's 264 words"),
+        (PlayedTeacher(vocabulary=263), "has a smaller vocabulary than the policy's 264 tokens"),
+        (PlayedTeacher(vocabulary=265), "has a larger vocabulary than the policy's 264 tokens"),
         (PlayedTeacher(longest=128), "serve it with --max-model-len 129, or set rollout.context=127"),
         (PlayedTeacher(change=drop_logprobs), "no prompt_logprobs, as a vLLM server gives them"),
         (PlayedTeacher(change=lambda answer: []), "no prompt_logprobs"),

@@ -395,7 +395,7 @@ def test_a_teacher_of_other_words_is_refused(ranks: Ranks, prepared: tuple[Path,
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     (message,) = ranks.run(1, _refusal, *prepared, {"teacher": str(tmp_path / "other")})
-    assert f"algorithm.teacher={tmp_path}/other has a vocabulary of 300 words and the policy one of 264" in message
+    assert f"algorithm.teacher={tmp_path}/other has a vocabulary of 300 tokens and the policy one of 264" in message
 
 
 def judged_batch(folder: Path, target: Path, judge: Callable[[Group], Group]) -> Manifest:

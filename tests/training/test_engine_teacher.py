@@ -87,8 +87,8 @@ def test_a_temperature_changes_nothing_about_the_logprobs_of_given_tokens(engine
 @pytest.mark.parametrize(
     ("vocabulary", "context", "words"),
     [
-        (VOCABULARY + 1, CONTEXT, "has a smaller vocabulary than the policy's 265 words"),
-        (VOCABULARY - 1, CONTEXT, "has a larger vocabulary than the policy's 263 words"),
+        (VOCABULARY + 1, CONTEXT, "has a smaller vocabulary than the policy's 265 tokens"),
+        (VOCABULARY - 1, CONTEXT, "has a larger vocabulary than the policy's 263 tokens"),
         (VOCABULARY, 128, "takes at most 128 tokens, and needs one more than a sample's 128: serve it with"),
     ],
 )

@@ -50,7 +50,7 @@ def _parallel(
         local,
         targets,
         temperature=temperature,
-        vocabulary=VOCABULARY,
+        vocabulary_size=VOCABULARY,
         chunk=chunk,
         group=torch.distributed.group.WORLD,
     )
@@ -80,7 +80,7 @@ def test_the_case_of_scaled_logits() -> None:
     # logprob -ln 1.231288 = -0.208060 and the last -5.208060
     weight = torch.tensor([[1.0], [0.0], [-1.0], [-2.0]])
     logprobs, _ = vocab_parallel_logprobs(
-        torch.ones(2, 1), weight, torch.tensor([0, 3]), temperature=0.6, vocabulary=4, chunk=8
+        torch.ones(2, 1), weight, torch.tensor([0, 3]), temperature=0.6, vocabulary_size=4, chunk=8
     )
     torch.testing.assert_close(logprobs, torch.tensor([-0.208060, -5.208060]), atol=1e-6, rtol=0)
 
@@ -88,7 +88,7 @@ def test_the_case_of_scaled_logits() -> None:
 def test_no_tokens() -> None:
     hidden = torch.empty(0, WIDTH, requires_grad=True)
     logprobs, entropies = vocab_parallel_logprobs(
-        hidden, torch.randn(4, WIDTH), torch.empty(0, dtype=torch.int64), temperature=1.0, vocabulary=4, chunk=8
+        hidden, torch.randn(4, WIDTH), torch.empty(0, dtype=torch.int64), temperature=1.0, vocabulary_size=4, chunk=8
     )
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()

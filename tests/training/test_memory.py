@@ -10,14 +10,16 @@ import pytest
 from tests.training.ranks import Ranks, tiny_config
 from tests.training.test_model import samples
 from vime.config import TinyModel
+from vime.models.shape import shape_of
 from vime.models.tiny import make_tiny
 from vime.plan.memory import GB, trainer_memory
-from vime.plan.parameters import shape_of
 
 SIZES = {"layers": 4, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 160, "tied_embeddings": False}
 MOE = {"experts": 8, "top_k": 3, "expert_ffn": 64}
 FAMILIES = {
     "qwen3": TinyModel(**SIZES),
+    "qwen2": TinyModel(family="qwen2", **{**SIZES, "head_dim": 24}),
+    "llama": TinyModel(family="llama", **SIZES),
     "qwen3_moe": TinyModel(family="qwen3_moe", **SIZES, **MOE),
     "glm4_moe": TinyModel(family="glm4_moe", dense_layers=1, qk_norm=True, **SIZES, **MOE),
 }
@@ -111,6 +113,8 @@ def _config(tiny: TinyModel | None, ranks: int, training: dict[str, Any]) -> Any
 
 CASES = [
     *(("qwen3", layout) for layout in LAYOUTS if "ep2" not in layout),
+    *(("qwen2", layout) for layout in ("one", "pp2")),
+    *(("llama", layout) for layout in ("one", "plain_optimizer")),
     *(("qwen3_moe", layout) for layout in ("one", "tp2_ep2", "bfloat16_dp2")),
     *(("glm4_moe", layout) for layout in ("one", "pp2", "tp2_ep2")),
 ]

@@ -25,6 +25,10 @@ FAMILIES = {
     "glm4_moe": TINY.model_copy(
         update={"family": "glm4_moe", "dense_layers": 1, "routing_bias": 0.3, "tied_embeddings": False, **MOE}
     ),
+    "llama": TINY.model_copy(update={"family": "llama"}),
+    "llama-untied": TINY.model_copy(update={"family": "llama", "tied_embeddings": False}),
+    "qwen2": TINY.model_copy(update={"family": "qwen2"}),
+    "qwen2-untied": TINY.model_copy(update={"family": "qwen2", "tied_embeddings": False}),
     "glm4_moe-norm": TINY.model_copy(update={"family": "glm4_moe", "dense_layers": 2, "qk_norm": True, **MOE}),
 }
 DENSE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,6 +57,8 @@ MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [
     *((family, layout) for family in ("qwen3", "qwen3-untied") for layout in DENSE_LAYOUTS),
     *((family, layout) for family in ("qwen3_moe", "glm4_moe") for layout in MOE_LAYOUTS),
+    *((family, layout) for family in ("llama", "qwen2") for layout in ("one", "tp2", "pp2")),
+    *((f"{family}-untied", "tp2_cp2") for family in ("llama", "qwen2")),
     *(("glm4_moe-norm", layout) for layout in ("one", "tp2_sp", "pp2")),
 ]
 

@@ -11,6 +11,7 @@ import pytest
 from tests.models.published import GLM45, GLM45_AIR, QWEN3_4B, QWEN3_30B_A3B
 from tests.training.ranks import Ranks, tiny_config
 from vime.config.compose import compose
+from vime.plan.checks import check_model
 from vime.plan.parameters import count
 from vime.plan.plan import make_plan
 
@@ -66,7 +67,7 @@ def _build(rank: int, store: Any, world_size: int, folder: Path) -> int:
 def test_a_published_model_is_planned_and_built(ranks: Ranks, tmp_path: Path, name: str) -> None:
     published, billions, recipe, overrides = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(published))
-    config = compose("gb200", recipe, [f"model.path={tmp_path}", *overrides])
+    config = compose("gb200", recipe, [f"model.path={tmp_path}", *overrides], check=check_model)
     plan = make_plan(config)
     assert plan.data_parallel >= 1
     stages = 2 if name != "GLM-4.5" else 4

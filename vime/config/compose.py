@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vime.config import Cluster, Config, Model, yaml_file
-from vime.config.checks import check_sizes
 from vime.config.explain import dotted, explain, place_of, real_path
-from vime.config.model_shape import read_shape
 from vime.config.yaml_file import KeyPath, Place
 from vime.errors import UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 S = TypeVar("S", bound=BaseModel)
+Check = Callable[[Config], object]
+"""What else must accept a configuration, from above: it raises UserError, to which the place is added."""
 
 
-def compose(cluster: str, recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of one run, checked as far as it can be without starting anything.
+def compose(cluster: str, recipe: str, overrides: Sequence[str] = (), check: Check | None = None) -> Config:
+    """The configuration of one run, checked as far as it can be without knowing its model, and by `check`.
 
     `cluster` and `recipe` are names in clusters/ and configs/, or paths. An override is `dotted.key=value`; keys under
     `cluster.` change the cluster. Relative paths are relative to the current folder and become absolute.
@@ -33,7 +33,7 @@ def compose(cluster: str, recipe: str, overrides: Sequence[str] = ()) -> Config:
     file = find_file("cluster", cluster)
     document = yaml_file.load_file(file)
     draft = _Draft({"cluster": document.data}, {("cluster", *path): place for path, place in document.places.items()})
-    return _with_warmup(*_finish(draft, recipe, overrides))
+    return _with_warmup(*_finish(draft, recipe, overrides), check)
 
 
 def compose_warmup(config: Config) -> Config | None:
@@ -48,9 +48,7 @@ def compose_warmup(config: Config) -> Config | None:
         raise UserError(f"{config.model.warmup} is a {warmup.algorithm.name} recipe; it must be an sft recipe")
     if warmup.model.warmup is not None:
         raise UserError(f"{config.model.warmup} has a model.warmup itself; a warm-up starts from a new model")
-    warmup = warmup.model_copy(update={"model": Model(tiny=config.model.tiny)})
-    check_sizes(warmup, read_shape(warmup.model))
-    return warmup
+    return warmup.model_copy(update={"model": Model(tiny=config.model.tiny)})
 
 
 def refuse_repeated(overrides: Sequence[str]) -> None:
@@ -70,14 +68,14 @@ def load_resolved(path: Path) -> Config:
     return _validate(Config, _Draft(document.data, document.places))
 
 
-def override_resolved(path: Path, overrides: Sequence[str]) -> Config:
+def override_resolved(path: Path, overrides: Sequence[str], check: Check | None = None) -> Config:
     """A run's `config.yaml` with overrides, checked as `compose` checks. Raises UserError."""
     document = yaml_file.load_file(path)
     draft = _Draft(document.data, {(): Place(str(path)), **document.places})
     for text in overrides:
         draft.override(text)
     config, places = _checked(draft)
-    return _with_warmup(config, places)
+    return _with_warmup(config, places, check)
 
 
 def dump_resolved(config: Config) -> str:
@@ -160,12 +158,17 @@ def _on(cluster: Cluster) -> _Draft:
     return _Draft({"cluster": cluster.model_dump(mode="json")}, {})
 
 
-def _with_warmup(config: Config, places: dict[KeyPath, Place]) -> Config:
-    """`config`, after its warm-up recipe was checked too."""
+def _with_warmup(config: Config, places: dict[KeyPath, Place], check: Check | None = None) -> Config:
+    """`config`, after its warm-up recipe was checked too, and all of it by `check`."""
     try:
         compose_warmup(config)
     except UserError as error:
         raise UserError(f"{places.get(('model', 'warmup'), 'model')}: model.warmup: {error}") from None
+    if check is not None:
+        try:
+            check(config)
+        except UserError as error:
+            raise UserError(f"{place_of((), str(error), places)}: {error}") from None
     return config
 
 
@@ -187,10 +190,6 @@ def _finish(draft: _Draft, recipe: str, overrides: Sequence[str]) -> tuple[Confi
 def _checked(draft: _Draft) -> tuple[Config, dict[KeyPath, Place]]:
     config = _absolute(_validate(Config, draft), Path.cwd())
     _check_files(config, draft.places)
-    try:
-        check_sizes(config, read_shape(config.model))
-    except UserError as error:
-        raise UserError(f"{place_of((), str(error), draft.places)}: {error}") from None
     return config, draft.places
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -19,8 +18,8 @@ from vime.config.section import Section
 class TinyModel(Section):
     """A model that vime makes for tests and first runs, instead of one that was downloaded."""
 
-    family: Literal["qwen3", "qwen3_moe", "glm4_moe"] = "qwen3"
-    """Model family; also the `model_type` of its Hugging Face configuration."""
+    family: str = "qwen3"
+    """Model family (vime/models/family.py lists them); also the `model_type` of its Hugging Face configuration."""
     layers: int = Field(4, ge=1)
     """Transformer layers."""
     hidden: int = Field(128, ge=8)
@@ -60,24 +59,19 @@ class TinyModel(Section):
     def _agrees_with_itself(self) -> TinyModel:
         if self.heads % self.kv_heads:
             raise ValueError(f"model.tiny.heads={self.heads} is not a multiple of model.tiny.kv_heads={self.kv_heads}")
-        if (self.experts > 0) != (self.family != "qwen3"):
-            raise ValueError(
-                f"model.tiny.experts={self.experts} with model.tiny.family={self.family}: qwen3 has none, the others"
-                " some"
-            )
         if self.experts and self.top_k > self.experts:
             raise ValueError(f"model.tiny.top_k={self.top_k} exceeds model.tiny.experts={self.experts}")
-        if self.family == "glm4_moe" and self.dense_layers >= self.layers:
-            raise ValueError(
-                f"model.tiny.dense_layers={self.dense_layers} leaves none of model.tiny.layers={self.layers} with"
-                " experts"
-            )
         return self
 
 
 class Shape(Section):
-    """The sizes of a published model, so that a run can be planned where its files are not."""
+    """The sizes of a model that plans and checks count with.
 
+    A recipe gives those of a published model, so that a run can be planned where its files are not.
+    """
+
+    family: str | None = None
+    """Model family (vime/models/family.py lists them). It fixes qk_norm and qkv_bias where all its models agree."""
     layers: int = Field(ge=1)
     """Transformer layers."""
     hidden: int = Field(ge=1)
@@ -96,10 +90,10 @@ class Shape(Section):
     """Longest sequence, in tokens."""
     tied_embeddings: bool = False
     """Whether the output layer shares the embedding's weight."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised."""
-    qkv_bias: bool = False
-    """Whether the projections of queries, keys and values have a bias."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised. Default: as the family has it, else false."""
+    qkv_bias: bool | None = None
+    """Whether the projections of queries, keys and values have a bias. Default: as the family has it, else false."""
     experts: int = Field(0, ge=0)
     """Experts of a mixture-of-experts layer. 0: dense."""
     top_k: int = Field(0, ge=0)
@@ -110,6 +104,14 @@ class Shape(Section):
     """Width of the expert that every token uses."""
     dense_layers: int = Field(0, ge=0)
     """First layers of a mixture-of-experts model that are dense."""
+    moe_layers: list[int] | None = None
+    """Layers with experts, counted from 0. Default: all behind the dense first ones."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        if self.moe_layers is not None:
+            return layer in self.moe_layers
+        return bool(self.experts) and layer >= self.dense_layers
 
 
 class Model(Section):

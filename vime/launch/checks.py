@@ -9,6 +9,8 @@ from pathlib import Path
 
 from vime.config import Config, Data
 from vime.errors import UserError, did_you_mean
+from vime.models.family import family, read_shape
+from vime.models.shape import shape_of
 from vime.rollout.data.sources import check_task, read_jsonl
 
 
@@ -21,28 +23,19 @@ def check_ready(config: Config) -> None:
         raise UserError(f"model.path is not set: give the folder{named}, model.path=FOLDER{download}")
     if data.source == "jsonl" and data.path is None:
         raise UserError(f"data.path is not set: give the JSONL file of {data.name}, data.path=FILE")
-    folders = config.algorithm.folders
-    if model.path is not None or folders:
-        # Reads the family's own rules; imported here because it brings torch.
-        from vime.models.family import architecture
-
-        policy = architecture(model.path) if model.path is not None else None
-        words = policy.vocabulary if policy is not None else None
-        if policy is not None and policy.tied:
-            _check_tied(config, policy.model_type, f"{model.path}/config.json has tie_word_embeddings")
-        for key, folder in folders.items():
-            other = architecture(folder).vocabulary
-            if words is not None and other != words:
-                raise UserError(f"{key}={folder} has a vocabulary of {other} words, and model.path one of {words}")
-    if model.tiny is not None and model.tiny.tied_embeddings:
-        _check_tied(config, model.tiny.family, "model.tiny.tied_embeddings is")
+    shape = shape_of(model)
+    assert shape.family is not None, "a folder and a tiny model have one"
+    if shape.tied_embeddings and config.rollout.engines and not family(shape.family, "model").engine_ties:
+        where = f"{model.path}/config.json has tie_word_embeddings" if model.path else "model.tiny.tied_embeddings is"
+        raise UserError(f"{where} true, and vLLM cannot tie the embeddings of {shape.family}: it must be false")
+    for key, folder in config.algorithm.folders.items():
+        other = read_shape(folder).vocabulary
+        if other != shape.vocabulary:
+            policy = "model.path" if model.path is not None else "model.tiny"
+            raise UserError(
+                f"{key}={folder} has a vocabulary of {other} tokens, and {policy} one of {shape.vocabulary}"
+            )
     check_data(config)
-
-
-def _check_tied(config: Config, family: str, where: str) -> None:
-    """vLLM's GLM-4.5 always has an output layer of its own: without a tensor for it, it would answer noise."""
-    if family == "glm4_moe" and config.rollout.engines:
-        raise UserError(f"{where} true, and vLLM cannot tie the embeddings of {family}: it must be false")
 
 
 MAX_BYTES = 64 << 20

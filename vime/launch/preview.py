@@ -135,10 +135,8 @@ def _memory_lines(config: Config) -> list[str]:
     node = config.cluster.node
     of = f" of {node.gpu_memory_gb:g}" if config.cluster.device == "cuda" and node.gpu_memory_gb else ""
     trainer, engine = memory_of(config)
-    lines = []
-    if trainer is not None:
-        where = f", stage {trainer.stage}" if config.training.pipeline_parallel > 1 else ""
-        lines.append(f"memory     trainer rank{where}: {trainer.total:.3g}{of} GB = {parts_text(trainer)}")
+    where = f", stage {trainer.stage}" if config.training.pipeline_parallel > 1 else ""
+    lines = [f"memory     trainer rank{where}: {trainer.total:.3g}{of} GB = {parts_text(trainer)}"]
     if engine is not None:
         cache = f"; the cache of an engine holds {engine.kv_tokens:,} tokens"
         what = "engine GPU" if config.cluster.device == "cuda" else "engine"
@@ -148,9 +146,9 @@ def _memory_lines(config: Config) -> list[str]:
 
 def _checkpoint_line(config: Config, plan: Plan) -> list[str]:
     """How fast the filesystem must be for the checkpoint that USR2 asks for before the time limit."""
-    size = checkpoint_gb(config)
-    if size is None or plan.time_limit is None:
+    if plan.time_limit is None:
         return []
+    size = checkpoint_gb(config)
     seconds = save_time(config.cluster)
     amount = f"{size:.3g} GB" if size < 1000 else f"{size / 1000:.2f} TB"
     return [

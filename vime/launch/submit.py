@@ -23,6 +23,7 @@ from vime.errors import UserError
 from vime.launch.holder import held
 from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.wait import ended_by_signals, stay_on_slurm
+from vime.plan.checks import check_model
 from vime.plan.plan import Plan, make_plan
 from vime.run.checkpoints import newest, newest_checkpoint
 from vime.run.directory import RunDir, Status, utc_now
@@ -90,7 +91,7 @@ def resume(path: Path, overrides: Sequence[str], *, wait: bool | None, superviso
 def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) -> tuple[Config, Job[Any]]:
     """The next attempt of a run that this process holds."""
     status = run.read_status()
-    config = override_resolved(run.config, overrides)
+    config = override_resolved(run.config, overrides, check=check_model)
     plan = make_plan(config)
     if status.state == "completed":
         raise UserError(f"{run.path} is completed: there is nothing to resume")

@@ -1,17 +1,21 @@
-"""The weights and settings that the families' decoder layers have in common, by the names that both sides use.
+"""What the families' decoders have in common: configuration, shape, settings and weights, by both sides' names.
 
 Hugging Face keeps query, key and value apart, and gate and up projection too; Megatron joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vime.config import Shape
+from vime.models.family import Architecture
 from vime.models.weight import Weight, join_qkv, join_rows, split_halves, split_qkv
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Rope(BaseModel):
@@ -46,6 +50,21 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
 
 
+def derive_head_dim(config: Any) -> Any:
+    """Adds head_dim = hidden_size / num_attention_heads where it is missing, in families that leave it out.
+
+    For a `before` validator. Raises ValueError when the one is no multiple of the other.
+    """
+    if not isinstance(config, dict) or config.get("head_dim") is not None:
+        return config
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return {key: value for key, value in config.items() if key != "head_dim"}  # refused by name
+    if width % heads:
+        raise ValueError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}")
+    return config | {"head_dim": width // heads}
+
+
 def check_layer_types(layer_types: list[Any] | None, layers: int) -> None:
     """Raises ValueError when a list of layer kinds has another length than the layers."""
     if layer_types is not None and len(layer_types) != layers:
@@ -61,7 +80,6 @@ class HfDecoder(BaseModel):
     num_hidden_layers: int = Field(ge=1)
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int = Field(ge=1)
-    # transformers takes hidden_size / num_attention_heads when this is missing; every published config has it
     head_dim: int = Field(ge=2)
     vocab_size: int = Field(ge=1)
     max_position_embeddings: int = Field(32768, ge=1)
@@ -79,11 +97,6 @@ class HfDecoder(BaseModel):
         """The rotary base."""
         return rotary_base(self.rope_theta, self.rope_parameters)
 
-    @property
-    def queries_per_group(self) -> int:
-        """Query heads that share a key and a value."""
-        return self.num_attention_heads // self.num_key_value_heads
-
     @model_validator(mode="after")
     def _heads_and_rotary_agree(self) -> HfDecoder:
         check_heads(self.num_attention_heads, self.num_key_value_heads)
@@ -91,33 +104,93 @@ class HfDecoder(BaseModel):
         return self
 
 
-def dense_transformer(hf: HfDecoder, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Any]:
-    """Megatron's settings of a decoder with grouped-query attention, gated SiLU feed-forward and RMSNorm."""
-    return dict(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
-        layernorm_epsilon=hf.rms_norm_eps,
-        init_method_std=hf.initializer_range,
-        normalization="RMSNorm",
-        qk_layernorm=qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=qkv_bias,
+def decoder_shape(
+    family: str, hf: HfDecoder, *, qk_norm: bool = False, qkv_bias: bool = False, **experts: Any
+) -> Shape:
+    """The sizes of a configuration. experts: those keys of Shape that are about experts."""
+    return Shape(
+        family=family,
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head_dim=hf.head_dim,
+        ffn=hf.intermediate_size,
+        vocabulary=hf.vocab_size,
+        context=hf.max_position_embeddings,
+        tied_embeddings=hf.tie_word_embeddings,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        **experts,
     )
 
 
-def moe_transformer(moe_layers: Sequence[bool], *, experts: int, top_k: int, ffn: int) -> dict[str, Any]:
-    """Megatron's settings of routed experts in those layers; the family adds how its router scores."""
-    return dict(
-        num_moe_experts=experts,
-        moe_router_topk=top_k,
-        moe_ffn_hidden_size=ffn,
-        moe_layer_freq=[int(has) for has in moe_layers],
+def decoder_architecture(
+    hf: HfDecoder,
+    shape: Shape,
+    *,
+    router: dict[str, Any] | None = None,
+    expert_layer: Callable[[str, str], Iterator[Weight]] | None = None,
+    rotary_share: float = 1.0,
+    rotary_scaling: Callable[[Tensor], Tensor] | None = None,
+    kept_aside: tuple[str, ...] = (),
+) -> Architecture:
+    """A decoder with grouped-query attention, gated SiLU feed-forward layers or experts, and RMSNorm.
+
+    router: Megatron's settings of how a router scores.
+    expert_layer: prefixes of a layer with experts, `decoder.layers.0.mlp.` and `model.layers.3.mlp.` -> its weights.
+    The rest as in Architecture.
+    """
+
+    def layer_weights(layer: int, local: int) -> list[Weight]:
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
+        feed_forward = mlp_weights(ours + "mlp.", theirs + "mlp.")
+        if shape.has_experts(layer):
+            assert expert_layer is not None, "a family with experts says what their weights are"
+            feed_forward = expert_layer(ours + "mlp.", theirs + "mlp.")
+        return [*attention_weights(ours, theirs, shape), *feed_forward]
+
+    return Architecture(
+        shape=shape,
+        transformer=_transformer(hf, shape) | (router or {}),
+        layer_weights=layer_weights,
+        embedding=EMBEDDING,
+        final_norm=FINAL_NORM,
+        output=None if shape.tied_embeddings else OUTPUT,
+        rotary_base=hf.rotary_base,
+        rotary_share=rotary_share,
+        rotary_scaling=rotary_scaling,
+        kept_aside=kept_aside,
+    )
+
+
+def _transformer(hf: HfDecoder, shape: Shape) -> dict[str, Any]:
+    import torch.nn.functional as F
+
+    settings = dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=hf.rms_norm_eps,
+        init_method_std=hf.initializer_range,
+        normalization="RMSNorm",
+        qk_layernorm=bool(shape.qk_norm),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=bool(shape.qkv_bias),
+    )
+    if not shape.experts:
+        return settings
+    return settings | dict(
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.top_k,
+        moe_ffn_hidden_size=shape.expert_ffn,
+        moe_shared_expert_intermediate_size=shape.shared_expert_ffn or None,
+        moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.layers)],
         # Near-ties between experts must not be decided by the rounding of a narrow type.
         moe_router_dtype="fp32",
         # The policy gradient alone trains the router: the engine knows no balance of experts.
@@ -126,14 +199,13 @@ def moe_transformer(moe_layers: Sequence[bool], *, experts: int, top_k: int, ffn
     )
 
 
-def attention_weights(
-    ours: str, theirs: str, *, head_dim: int, queries_per_group: int, qk_norm: bool, qkv_bias: bool
-) -> Iterator[Weight]:
+def attention_weights(ours: str, theirs: str, shape: Shape) -> Iterator[Weight]:
     """Both norms of a layer and its attention. ours, theirs: the layer's prefixes, such as `model.layers.3.`."""
-    join, split = join_qkv(head_dim, queries_per_group), split_qkv(head_dim, queries_per_group)
+    queries_per_group = shape.heads // shape.kv_heads
+    join, split = join_qkv(shape.head_dim, queries_per_group), split_qkv(shape.head_dim, queries_per_group)
     attention = theirs + "self_attn."
     yield Weight(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",))
-    for kind in ("weight", "bias") if qkv_bias else ("weight",):
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         yield Weight(
             f"{ours}self_attention.linear_qkv.{kind}",
             tuple(f"{attention}{name}_proj.{kind}" for name in "qkv"),
@@ -141,7 +213,7 @@ def attention_weights(
             join=join,
             split=split,
         )
-    if qk_norm:
+    if shape.qk_norm:
         yield Weight(ours + "self_attention.q_layernorm.weight", (attention + "q_norm.weight",))
         yield Weight(ours + "self_attention.k_layernorm.weight", (attention + "k_norm.weight",))
     yield Weight(ours + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), axis=1)

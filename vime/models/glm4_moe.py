@@ -7,12 +7,15 @@ it is left out on loading and copied on export.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vime.config import Shape, TinyModel
+from vime.errors import UserError
 from vime.models import decoder
-from vime.models.family import Architecture
+from vime.models.family import Architecture, Family
 from vime.models.weight import Weight
 
 
@@ -63,60 +66,76 @@ class HfConfig(decoder.HfDecoder):
         return self
 
 
+def shape(hf: HfConfig) -> Shape:
+    """The sizes of a GLM-4.5 configuration, without its next-token-prediction layer."""
+    return decoder.decoder_shape(
+        "glm4_moe",
+        hf,
+        qk_norm=hf.use_qk_norm,
+        qkv_bias=hf.attention_bias,
+        experts=hf.n_routed_experts,
+        top_k=hf.num_experts_per_tok,
+        expert_ffn=hf.moe_intermediate_size,
+        shared_expert_ffn=hf.moe_intermediate_size * hf.n_shared_experts,
+        dense_layers=hf.first_k_dense_replace,
+    )
+
+
 def architecture(hf: HfConfig) -> Architecture:
     """The Megatron side of a GLM-4.5 configuration."""
-    moe_layers = tuple(layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers))
 
-    def layer_weights(layer: int, local: int) -> list[Weight]:
-        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        attention = decoder.attention_weights(
-            ours,
-            theirs,
-            head_dim=hf.head_dim,
-            queries_per_group=hf.queries_per_group,
-            qk_norm=hf.use_qk_norm,
-            qkv_bias=hf.attention_bias,
-        )
-        if not moe_layers[layer]:
-            return [*attention, *decoder.mlp_weights(ours + "mlp.", theirs + "mlp.")]
-        shared = decoder.mlp_weights(ours + "mlp.shared_experts.", theirs + "mlp.shared_experts.")
-        return [
-            *attention,
-            Weight(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)),
-            Weight(ours + "mlp.router.expert_bias", (theirs + "mlp.gate.e_score_correction_bias",), float32=True),
-            *(shared if hf.n_shared_experts else ()),
-            *decoder.expert_weights(ours + "mlp.", theirs + "mlp.", hf.n_routed_experts),
-        ]
+    def expert_layer(ours: str, theirs: str) -> Iterator[Weight]:
+        yield Weight(ours + "router.weight", (theirs + "gate.weight",))
+        yield Weight(ours + "router.expert_bias", (theirs + "gate.e_score_correction_bias",), float32=True)
+        if hf.n_shared_experts:
+            yield from decoder.mlp_weights(ours + "shared_experts.", theirs + "shared_experts.")
+        yield from decoder.expert_weights(ours, theirs, hf.n_routed_experts)
 
-    shared_ffn = hf.moe_intermediate_size * hf.n_shared_experts
-    return Architecture(
-        model_type="glm4_moe",
-        transformer=decoder.dense_transformer(hf, qk_norm=hf.use_qk_norm, qkv_bias=hf.attention_bias)
-        | decoder.moe_transformer(
-            moe_layers, experts=hf.n_routed_experts, top_k=hf.num_experts_per_tok, ffn=hf.moe_intermediate_size
-        )
-        | dict(
+    layers = hf.num_hidden_layers
+    return decoder.decoder_architecture(
+        hf,
+        shape(hf),
+        router=dict(
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
             moe_router_bias_update_rate=0.0,
             moe_router_topk_scaling_factor=hf.routed_scaling_factor,
-            moe_shared_expert_intermediate_size=shared_ffn or None,
         ),
-        layers=hf.num_hidden_layers,
-        vocabulary=hf.vocab_size,
-        context=hf.max_position_embeddings,
-        rotary_base=hf.rotary_base,
+        expert_layer=expert_layer,
         rotary_share=hf.rotary_share,
-        tied=hf.tie_word_embeddings,
-        layer_weights=layer_weights,
-        embedding=decoder.EMBEDDING,
-        final_norm=decoder.FINAL_NORM,
-        output=None if hf.tie_word_embeddings else decoder.OUTPUT,
-        qk_norm=hf.use_qk_norm,
-        moe_layers=moe_layers,
-        experts=hf.n_routed_experts,
-        top_k=hf.num_experts_per_tok,
-        kept_aside=tuple(
-            f"model.layers.{hf.num_hidden_layers + extra}." for extra in range(hf.num_nextn_predict_layers)
-        ),
+        kept_aside=tuple(f"model.layers.{layers + extra}." for extra in range(hf.num_nextn_predict_layers)),
     )
+
+
+def tiny(asked: TinyModel) -> dict[str, Any]:
+    """Entries of a tiny model's configuration that are GLM-4.5's own. Raises UserError when no layer has experts."""
+    if asked.dense_layers >= asked.layers:
+        raise UserError(
+            f"model.tiny.dense_layers={asked.dense_layers} leaves none of model.tiny.layers={asked.layers} with experts"
+        )
+    return {
+        "n_routed_experts": asked.experts,
+        "num_experts_per_tok": asked.top_k,
+        "moe_intermediate_size": asked.expert_ffn,
+        "norm_topk_prob": True,
+        "n_shared_experts": asked.shared_experts,
+        "first_k_dense_replace": asked.dense_layers,
+        "use_qk_norm": asked.qk_norm,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FAMILY = Family(
+    config=HfConfig,
+    shape=shape,
+    architecture=architecture,
+    tiny=tiny,
+    experts=True,
+    qk_norm=None,
+    qkv_bias=None,
+    # vLLM's always has an output layer of its own: without a tensor for it, it would answer noise.
+    engine_ties=False,
+)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder's tensors: read part by part, written shard by shard. No whole model is ever in memory."""
+"""A Hugging Face folder's tensors: read slice by slice, written shard by shard. No whole model is ever in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGLE = "model.safetensors"
 
 
 class HfReader:
-    """Reads parts of tensors from the safetensors files of a folder, which it maps and does not load."""
+    """Reads slices of tensors from the safetensors files of a folder, which it maps and does not load."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,8 +40,12 @@ class HfReader:
         """Names of all tensors."""
         return frozenset(self._files)
 
-    def part(self, name: str, axis: int | None, rank: int, size: int) -> Tensor:
-        """The rank-th of `size` equal parts of a tensor along `axis`, or all of it when axis is None.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises UserError when it is missing."""
+        return tuple(self._view(name).get_shape())
+
+    def slice(self, name: str, axis: int | None, rank: int, size: int) -> Tensor:
+        """The rank-th of `size` equal slices of a tensor along `axis`, or all of it when axis is None.
 
         Raises UserError when the folder lacks the tensor or the axis does not divide.
         """

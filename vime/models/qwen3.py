@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from vime.config import Shape
 from vime.models import decoder
-from vime.models.family import Architecture
-from vime.models.weight import Weight
+from vime.models.family import Architecture, Family
 
 
 class HfConfig(decoder.HfDecoder):
@@ -27,35 +27,14 @@ class HfConfig(decoder.HfDecoder):
         return self
 
 
+def shape(hf: HfConfig) -> Shape:
+    """The sizes of a Qwen3 configuration."""
+    return decoder.decoder_shape("qwen3", hf, qk_norm=True)
+
+
 def architecture(hf: HfConfig) -> Architecture:
     """The Megatron side of a Qwen3 configuration."""
+    return decoder.decoder_architecture(hf, shape(hf))
 
-    def layer_weights(layer: int, local: int) -> list[Weight]:
-        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        return [
-            *decoder.attention_weights(
-                ours,
-                theirs,
-                head_dim=hf.head_dim,
-                queries_per_group=hf.queries_per_group,
-                qk_norm=True,
-                qkv_bias=False,
-            ),
-            *decoder.mlp_weights(ours + "mlp.", theirs + "mlp."),
-        ]
 
-    return Architecture(
-        model_type="qwen3",
-        transformer=decoder.dense_transformer(hf, qk_norm=True, qkv_bias=False),
-        layers=hf.num_hidden_layers,
-        vocabulary=hf.vocab_size,
-        context=hf.max_position_embeddings,
-        rotary_base=hf.rotary_base,
-        rotary_share=1.0,
-        tied=hf.tie_word_embeddings,
-        layer_weights=layer_weights,
-        embedding=decoder.EMBEDDING,
-        final_norm=decoder.FINAL_NORM,
-        output=None if hf.tie_word_embeddings else decoder.OUTPUT,
-        qk_norm=True,
-    )
+FAMILY = Family(config=HfConfig, shape=shape, architecture=architecture, qk_norm=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vime.config import Shape, TinyModel
 from vime.models import decoder
-from vime.models.family import Architecture
+from vime.models.family import Architecture, Family
 from vime.models.weight import Weight
 
 
@@ -53,51 +55,43 @@ class HfConfig(decoder.HfDecoder):
         return self
 
 
-def architecture(hf: HfConfig) -> Architecture:
-    """The Megatron side of a Qwen3-MoE configuration."""
-    moe_layers = tuple(hf.has_experts(layer) for layer in range(hf.num_hidden_layers))
-
-    def layer_weights(layer: int, local: int) -> list[Weight]:
-        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        attention = decoder.attention_weights(
-            ours,
-            theirs,
-            head_dim=hf.head_dim,
-            queries_per_group=hf.queries_per_group,
-            qk_norm=True,
-            qkv_bias=False,
-        )
-        if not moe_layers[layer]:
-            return [*attention, *decoder.mlp_weights(ours + "mlp.", theirs + "mlp.")]
-        return [
-            *attention,
-            Weight(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)),
-            *decoder.expert_weights(ours + "mlp.", theirs + "mlp.", hf.experts),
-        ]
-
-    return Architecture(
-        model_type="qwen3_moe",
-        transformer=decoder.dense_transformer(hf, qk_norm=True, qkv_bias=False)
-        | decoder.moe_transformer(
-            moe_layers, experts=hf.experts, top_k=hf.num_experts_per_tok, ffn=hf.moe_intermediate_size
-        )
-        | dict(
-            moe_router_score_function="softmax",
-            # The softmax of the chosen logits is the softmax of all of them, normalised over the chosen.
-            moe_router_pre_softmax=not hf.norm_topk_prob,
-        ),
-        layers=hf.num_hidden_layers,
-        vocabulary=hf.vocab_size,
-        context=hf.max_position_embeddings,
-        rotary_base=hf.rotary_base,
-        rotary_share=1.0,
-        tied=hf.tie_word_embeddings,
-        layer_weights=layer_weights,
-        embedding=decoder.EMBEDDING,
-        final_norm=decoder.FINAL_NORM,
-        output=None if hf.tie_word_embeddings else decoder.OUTPUT,
+def shape(hf: HfConfig) -> Shape:
+    """The sizes of a Qwen3-MoE configuration."""
+    moe_layers = [layer for layer in range(hf.num_hidden_layers) if hf.has_experts(layer)]
+    return decoder.decoder_shape(
+        "qwen3_moe",
+        hf,
         qk_norm=True,
-        moe_layers=moe_layers,
         experts=hf.experts,
         top_k=hf.num_experts_per_tok,
+        expert_ffn=hf.moe_intermediate_size,
+        moe_layers=moe_layers if len(moe_layers) < hf.num_hidden_layers else None,
     )
+
+
+def architecture(hf: HfConfig) -> Architecture:
+    """The Megatron side of a Qwen3-MoE configuration."""
+
+    def expert_layer(ours: str, theirs: str) -> Iterator[Weight]:
+        yield Weight(ours + "router.weight", (theirs + "gate.weight",))
+        yield from decoder.expert_weights(ours, theirs, hf.experts)
+
+    router = dict(
+        moe_router_score_function="softmax",
+        # The softmax of the chosen logits is the softmax of all of them, normalised over the chosen.
+        moe_router_pre_softmax=not hf.norm_topk_prob,
+    )
+    return decoder.decoder_architecture(hf, shape(hf), router=router, expert_layer=expert_layer)
+
+
+def tiny(asked: TinyModel) -> dict[str, Any]:
+    """Entries of a tiny model's configuration that are Qwen3-MoE's own."""
+    return {
+        "num_experts": asked.experts,
+        "num_experts_per_tok": asked.top_k,
+        "moe_intermediate_size": asked.expert_ffn,
+        "norm_topk_prob": True,
+    }
+
+
+FAMILY = Family(config=HfConfig, shape=shape, architecture=architecture, tiny=tiny, experts=True, qk_norm=True)

@@ -35,10 +35,11 @@ class Routing:
 
 def routing(model: Architecture) -> Routing | None:
     """The routers of a model, None when it is dense."""
-    if not model.experts:
+    shape = model.shape
+    if not shape.experts:
         return None
-    moe_layers = tuple(layer for layer, one in enumerate(model.moe_layers) if one)
-    return Routing(model.layers, moe_layers, model.experts, model.top_k)
+    moe_layers = tuple(layer for layer in range(shape.layers) if shape.has_experts(layer))
+    return Routing(shape.layers, moe_layers, shape.experts, shape.top_k)
 
 
 def replayed_routing(config: Config, folder: Path) -> Routing | None:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import TinyModel
+from vime.errors import UserError
+from vime.models.family import family
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL = (PAD, USER, ASSISTANT, END, *(f"<|reserved_{i}|>" for i in range(4)))
+VOCABULARY_SIZE = 256 + len(SPECIAL)
+"""A token for each byte, and the special ones."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
@@ -23,8 +27,9 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     """Write config.json, tokenizer and safetensors of a tiny model into `folder`. The same `tiny` gives the same bytes.
 
     The tokenizer maps each byte to one token (256 ids, then 8 special ones), so that any text has ids and no id is two
-    texts.
+    texts. Raises UserError when the family is unknown or cannot have these sizes.
     """
+    entries = tiny_hf_config(tiny)
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -46,17 +51,7 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     fast.save_pretrained(folder)
     config = AutoConfig.for_model(
         tiny.family,
-        **_sizes(tiny),
-        vocab_size=len(fast),
-        hidden_size=tiny.hidden,
-        intermediate_size=tiny.ffn,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        head_dim=tiny.head_dim,
-        max_position_embeddings=tiny.context,
-        tie_word_embeddings=tiny.tied_embeddings,
-        initializer_range=tiny.initializer_range,
+        **entries,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
         bos_token_id=None,
@@ -72,20 +67,28 @@ def make_tiny(tiny: TinyModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _sizes(tiny: TinyModel) -> dict[str, Any]:
-    """Those entries of the configuration that only the family has."""
-    if tiny.family == "qwen3":
-        return {}
-    experts = {"num_experts_per_tok": tiny.top_k, "moe_intermediate_size": tiny.expert_ffn, "norm_topk_prob": True}
-    if tiny.family == "qwen3_moe":
-        return {**experts, "num_experts": tiny.experts}
+def tiny_hf_config(tiny: TinyModel) -> dict[str, Any]:
+    """The entries of a tiny model's config.json that say what it computes.
+
+    Raises UserError when the family is unknown or cannot have these sizes.
+    """
+    found = family(tiny.family, f"model.tiny.family={tiny.family}")
+    if (tiny.experts > 0) != found.experts:
+        raise UserError(
+            f"model.tiny.experts={tiny.experts} with model.tiny.family={tiny.family}, which"
+            f" {'is a mixture of experts' if found.experts else 'has none'}"
+        )
     return {
-        **experts,
-        "n_routed_experts": tiny.experts,
-        "n_shared_experts": tiny.shared_experts,
-        "first_k_dense_replace": tiny.dense_layers,
-        "use_qk_norm": tiny.qk_norm,
-        "attention_bias": True,
-        "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 0,
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": tiny.hidden,
+        "intermediate_size": tiny.ffn,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.kv_heads,
+        "head_dim": tiny.head_dim,
+        "max_position_embeddings": tiny.context,
+        "tie_word_embeddings": tiny.tied_embeddings,
+        "initializer_range": tiny.initializer_range,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **found.tiny(tiny),
     }

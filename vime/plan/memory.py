@@ -9,7 +9,8 @@ from __future__ import annotations
 from vime.config import Config, Shape, Training
 from vime.config.section import Frozen
 from vime.errors import UserError
-from vime.plan.parameters import Parameters, count, has_experts, of_stage, shape_of, stage_layers
+from vime.models.shape import shape_of
+from vime.plan.parameters import Parameters, count, of_stage, stage_layers
 
 GB = 1e9
 TIGHT = 0.9
@@ -140,7 +141,7 @@ def _layer_elements(shape: Shape, training: Training, layer: int) -> float:
     attention = 5 * queries + 2 * groups + 4 * shape.head_dim
     if shape.qk_norm:
         attention += 2 * queries + groups
-    if not has_experts(shape, layer):
+    if not shape.has_experts(layer):
         return rows + (attention + 5 * shape.ffn) / training.tensor_parallel
     # Tokens are divided over tensor-parallel ranks before each goes to its experts, and share those of the engine's
     # choice evenly over ranks, on average.
@@ -173,29 +174,24 @@ def engine_memory(config: Config, shape: Shape) -> EngineMemory:
     return EngineMemory(parameters=parameters, kv_cache=cache, kv_tokens=max(0, int(cache * GB / per_token)))
 
 
-def memory_of(config: Config) -> tuple[TrainerMemory | None, EngineMemory | None]:
-    """Both plans, as far as the model's shape is known and there are engines."""
+def memory_of(config: Config) -> tuple[TrainerMemory, EngineMemory | None]:
+    """Both plans; None where there are no engines."""
     shape = shape_of(config.model)
-    if shape is None:
-        return None, None
     return trainer_memory(config, shape), engine_memory(config, shape) if config.rollout.engines else None
 
 
-def checkpoint_gb(config: Config) -> float | None:
-    """A whole checkpoint: weights and optimizer state of each parameter once. None where the shape is not known."""
-    shape = shape_of(config.model)
-    if shape is None:
-        return None
+def checkpoint_gb(config: Config) -> float:
+    """A whole checkpoint: weights and optimizer state of each parameter once."""
     each = _BYTES[config.training.dtype] + _MASTER[config.training.dtype] + _MOMENTS
-    return count(shape) * each * (1 + int(config.algorithm.name == "ppo")) / GB
+    return count(shape_of(config.model)) * each * (1 + int(config.algorithm.name == "ppo")) / GB
 
 
 def memory_warnings(config: Config) -> list[str]:
-    """What fits tightly. Raises UserError for what cannot fit. Knows only GPUs, and models whose shape is known."""
-    trainer, engine = memory_of(config)
+    """What fits tightly. Raises UserError for what cannot fit. Knows only GPUs."""
     node = config.cluster.node
-    if trainer is None or node.gpu_memory_gb is None or config.cluster.device != "cuda":
+    if node.gpu_memory_gb is None or config.cluster.device != "cuda":
         return []
+    trainer, engine = memory_of(config)
     memory, gpu = node.gpu_memory_gb, node.gpu or "GPU"
     warnings = []
     what = f"training takes about {trainer.total:.0f} GB of each trainer GPU ({parts_text(trainer)})"
@@ -212,8 +208,7 @@ def memory_warnings(config: Config) -> list[str]:
         raise UserError(
             f"{what}, and rollout.memory_fraction={config.rollout.memory_fraction} of {gpu} is {share:.0f} GB: {wider}"
         )
-    shape = shape_of(config.model)
-    context = config.rollout.context or (shape.context if shape is not None else 0)
+    context = config.rollout.context or shape_of(config.model).context
     if engine.kv_tokens < context:
         raise UserError(
             f"{what} (an engine may use {share:.0f} GB), which leaves a key-value cache of {engine.kv_tokens} tokens"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config import Model, Shape
-from vime.config.model_shape import tiny_shape
+from vime.config import Shape
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def of_layer(shape: Shape, layer: int) -> Parameters:
         split += queries + 2 * groups
     if shape.qk_norm:
         whole += 2 * shape.head_dim
-    if not has_experts(shape, layer):
+    if not shape.has_experts(layer):
         return Parameters(split + 3 * shape.hidden * shape.ffn, whole)
     return Parameters(
         split=split + 3 * shape.hidden * shape.shared_expert_ffn,
@@ -47,24 +46,19 @@ def of_layer(shape: Shape, layer: int) -> Parameters:
     )
 
 
-def has_experts(shape: Shape, layer: int) -> bool:
-    """Whether a layer, counted from 0, has experts."""
-    return bool(shape.experts) and layer >= shape.dense_layers
-
-
 def of_stage(shape: Shape, stage: int, stages: int, virtual: int = 1) -> Parameters:
     """A pipeline stage with its end: the embedding on the first, final norm and output layer on the last."""
     total = Parameters()
     for layer in stage_layers(shape, stage, stages, virtual):
         total += of_layer(shape, layer)
-    words = Parameters(split=shape.vocabulary * shape.hidden)
+    embedding = Parameters(split=shape.vocabulary * shape.hidden)
     if stage == 0:
-        total += words
+        total += embedding
     if stage == stages - 1:
         total += Parameters(whole=shape.hidden)
         # A last stage of its own has a copy of a tied embedding.
         if not shape.tied_embeddings or stages > 1:
-            total += words
+            total += embedding
     return total
 
 
@@ -77,8 +71,3 @@ def stage_layers(shape: Shape, stage: int, stages: int, virtual: int = 1) -> lis
 def count(shape: Shape) -> int:
     """Parameters of the whole model, each once."""
     return of_stage(shape, 0, 1).total
-
-
-def shape_of(model: Model) -> Shape | None:
-    """The full shape of a tiny model, or the one that the recipe declares; None for a folder alone."""
-    return tiny_shape(model.tiny) if model.tiny is not None else model.shape

@@ -18,7 +18,7 @@ from vime.config import Config
 from vime.config.compose import load_resolved
 from vime.config.section import Strict
 from vime.errors import UserError
-from vime.models.family import architecture
+from vime.models.family import read_shape
 from vime.models.routing import replayed_routing
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.data.format import Turns, load_tokenizer, make_format, probe_format
@@ -87,7 +87,7 @@ class Generator:
         self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
         async with self._teacher() as teacher:
             if teacher is not None:
-                await teacher.check(architecture(self.role.model).vocabulary, self.limits.context)
+                await teacher.check(read_shape(self.role.model).vocabulary, self.limits.context)
             await self._start(teacher)
         self.report("stopped")
 

@@ -43,8 +43,8 @@ class Teacher(RetryingClient):
         self._model = ""
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def check(self, vocabulary: int, context: int) -> None:
-        """Prove that it can judge samples of at most `context` tokens of a policy of `vocabulary` words.
+    async def check(self, vocabulary_size: int, context: int) -> None:
+        """Prove that it can judge samples of at most `context` tokens, of a policy with that vocabulary.
 
         Call it first. Raises UserError when it cannot.
         """
@@ -62,11 +62,11 @@ class Teacher(RetryingClient):
                 f" with --max-model-len {context + 1}, or set rollout.context={longest - 1}"
             )
         await self._logprobs([0, 1], np.array([1]), CHECK_PATIENCE)
-        for word, known, size in ((vocabulary - 1, True, "smaller"), (vocabulary, False, "larger")):
-            if await self._knows(word) != known:
+        for token, known, size in ((vocabulary_size - 1, True, "smaller"), (vocabulary_size, False, "larger")):
+            if await self._knows(token) != known:
                 raise UserError(
-                    f"{self._name} has a {size} vocabulary than the policy's {vocabulary} words: their logprobs cannot"
-                    " be compared"
+                    f"{self._name} has a {size} vocabulary than the policy's {vocabulary_size} tokens: their logprobs"
+                    " cannot be compared"
                 )
 
     async def judge(self, group: Group) -> Group:
@@ -96,9 +96,9 @@ class Teacher(RetryingClient):
             _, answer = await self.ask(self._completions, body, patience)
             return read_prompt_logprobs(answer, token_ids, positions.tolist())
 
-    async def _knows(self, word: int) -> bool:
-        # vLLM compares the words of a bias with the rows of the model's output, and computes nothing with a wrong one.
-        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(word): 0}}
+    async def _knows(self, token: int) -> bool:
+        # vLLM compares the tokens of a bias with the rows of the model's output, and computes nothing with a wrong one.
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(token): 0}}
         with self._naming():
             try:
                 await self.ask(self._completions, body, CHECK_PATIENCE)

@@ -20,15 +20,15 @@ from vime.training.trainable import forward
 class Frozen:
     """A model without optimizer. Its methods are collectives over all trainer ranks."""
 
-    def __init__(self, folder: Path, config: Config, vocabulary: int, field: str) -> None:
-        """Raises UserError naming the configuration field when the folder's words are not the policy's."""
-        shape = architecture(folder)
-        if shape.vocabulary != vocabulary:
+    def __init__(self, folder: Path, config: Config, vocabulary_size: int, field: str) -> None:
+        """Raises UserError naming the configuration field when the folder's tokens are not the policy's."""
+        found = architecture(folder)
+        if found.shape.vocabulary != vocabulary_size:
             raise UserError(
-                f"{field}={folder} has a vocabulary of {shape.vocabulary} words and the policy one of {vocabulary}:"
-                " their logprobs cannot be compared"
+                f"{field}={folder} has a vocabulary of {found.shape.vocabulary} tokens and the policy one of"
+                f" {vocabulary_size}: their logprobs cannot be compared"
             )
-        self.chunks = [chunk.requires_grad_(False).eval() for chunk in model.build(shape, config, model.Policy)]
+        self.chunks = [chunk.requires_grad_(False).eval() for chunk in model.build(found, config, model.Policy)]
         hf_import.load(self.chunks, HfReader(folder))
 
     def logprobs(self, packs: Sequence[Pack]) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""Hugging Face tensors -> policy weights: each rank reads the parts that it holds, and no other."""
+"""Hugging Face tensors -> policy weights: each rank reads the slices that it holds, and no other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.errors import UserError
+from vime.models.decoder import OUTPUT
 from vime.models.family import Architecture
 from vime.models.hf_folder import HfReader
 from vime.models.weight import Weight
@@ -59,7 +60,7 @@ def parameters_of(chunk: Policy) -> dict[str, Tensor]:
 
 def local_experts(architecture: Architecture) -> int:
     """Experts of one layer on one expert-parallel rank."""
-    return architecture.experts // parallel_state.get_expert_model_parallel_world_size()
+    return architecture.shape.experts // parallel_state.get_expert_model_parallel_world_size()
 
 
 def expert_rank() -> int:
@@ -68,7 +69,7 @@ def expert_rank() -> int:
 
 
 def is_held(weight: Weight, architecture: Architecture) -> bool:
-    """Whether this rank holds (a part of) the weight: an expert's is on one expert-parallel rank."""
+    """Whether this rank holds (a slice of) the weight: an expert's is on one expert-parallel rank."""
     return weight.expert is None or weight.expert // local_experts(architecture) == expert_rank()
 
 
@@ -83,13 +84,31 @@ def tensor_place(weight: Weight) -> tuple[int, int]:
 
 
 def vocabulary_names(architecture: Architecture) -> set[str]:
-    """Names of the tensors with a row for each word, of which the last rank's part may be short."""
-    return {*architecture.embedding.hf, *(architecture.output.hf if architecture.output else ())}
+    """Names of the tensors with a row for each token, of which the last rank's slice may be short."""
+    return {*architecture.embedding.hf, *(architecture.output or OUTPUT).hf}
+
+
+def hf_shapes(weight: Weight, parameter: Tensor, architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shapes of the whole Hugging Face tensors of a weight, from this rank's parameter."""
+    _, size = tensor_place(weight)
+    shapes = []
+    for name, local in zip(weight.hf, weight.split(parameter.detach()), strict=True):
+        shape = list(local.shape)
+        if weight.axis is not None:
+            shape[weight.axis] *= size
+        if name in vocabulary_names(architecture):
+            shape[0] = architecture.shape.vocabulary
+        shapes.append(tuple(shape))
+    return shapes
 
 
 @torch.no_grad()
 def load(chunks: Sequence[Policy], reader: HfReader) -> None:
-    """Fill the model from a Hugging Face folder. Raises UserError naming a missing, misshapen or left-over tensor."""
+    """Fill the model from a Hugging Face folder.
+
+    Raises UserError naming a missing, misshapen or left-over tensor, and an output layer that is not the embedding
+    where the configuration ties them.
+    """
     for chunk in chunks:
         _load_chunk(chunk, reader)
     architecture = chunks[0].architecture
@@ -97,45 +116,62 @@ def load(chunks: Sequence[Policy], reader: HfReader) -> None:
     unknown.difference_update(_all_names(architecture))
     if unknown:
         listing = ", ".join(sorted(unknown)[:3])
-        raise UserError(f"{reader.folder} has tensors that {architecture.model_type} does not use: {listing}")
+        raise UserError(f"{reader.folder} has tensors that {architecture.shape.family} does not use: {listing}")
 
 
 def _load_chunk(chunk: Policy, reader: HfReader) -> None:
     architecture = chunk.architecture
     parameters = parameters_of(chunk)
     weights = [weight for weight in chunk_weights(chunk) if is_held(weight, architecture)]
-    if chunk.post_process and not chunk.pre_process and architecture.tied:
+    if chunk.post_process and not chunk.pre_process and architecture.output is None:
         # The last stage keeps its own copy of a tied embedding; Megatron sums the two copies' gradients.
         shared = architecture.embedding
         weights.append(Weight("output_layer.weight", shared.hf, shared.axis))
     for weight in weights:
-        local = weight.join([_padded_part(reader, name, weight, architecture) for name in weight.hf])
         parameter = parameters.pop(weight.megatron)
-        if local.shape != parameter.shape:
-            raise UserError(
-                f"{reader.folder}: {', '.join(weight.hf)} give shape {tuple(local.shape)} where the config asks for"
-                f" {tuple(parameter.shape)}"
-            )
-        parameter.copy_(local.to(parameter.dtype))
+        for name, wanted in zip(weight.hf, hf_shapes(weight, parameter, architecture), strict=True):
+            if (found := reader.shape(name)) != wanted:
+                raise UserError(f"{reader.folder}: {name} has shape {found}, and config.json asks for {wanted}")
+        slices = [_padded_slice(reader, name, weight, architecture) for name in weight.hf]
+        if weight.hf == architecture.embedding.hf and architecture.output is None:
+            _check_tied(reader, weight, slices[0], architecture)
+        parameter.copy_(weight.join(slices).to(parameter.dtype))
     assert not parameters, f"parameters without a Hugging Face counterpart: {sorted(parameters)}"
+
+
+def _check_tied(reader: HfReader, embedding: Weight, rows: Tensor, architecture: Architecture) -> None:
+    """Some exports of tied models repeat the embedding under the output layer's name.
+
+    Where it differs, transformers would not tie it and vLLM would drop it: each side would compute another model.
+    """
+    (name,), (output,) = embedding.hf, OUTPUT.hf
+    if output not in reader.names:
+        return
+    same = reader.shape(output) == reader.shape(name)
+    if not same or not torch.equal(_padded_slice(reader, output, embedding, architecture).to(rows.dtype), rows):
+        raise UserError(
+            f"{reader.folder}: config.json has tie_word_embeddings=true, but {output} differs from {name}: set"
+            f" tie_word_embeddings=false to use both, or remove {output}"
+        )
 
 
 def _all_names(architecture: Architecture) -> Iterator[str]:
     edges = [architecture.embedding, architecture.final_norm, *([architecture.output] if architecture.output else [])]
     for weight in edges:
         yield from weight.hf
-    for layer in range(architecture.layers):
+    for layer in range(architecture.shape.layers):
         for weight in architecture.layer_weights(layer, layer):
             yield from weight.hf
-    if architecture.tied:
-        yield "lm_head.weight"  # some exports of tied models repeat the embedding under the output layer's name
+    if architecture.output is None:
+        yield from OUTPUT.hf
 
 
-def _padded_part(reader: HfReader, name: str, weight: Weight, architecture: Architecture) -> Tensor:
-    """A rank's part. The rows of embedding and output layer need not divide: zero rows fill up the last part."""
+def _padded_slice(reader: HfReader, name: str, weight: Weight, architecture: Architecture) -> Tensor:
+    """A rank's slice. The rows of embedding and output layer need not divide: zero rows fill up the last slice."""
     rank, size = tensor_place(weight)
-    if name not in vocabulary_names(architecture) or architecture.vocabulary % size == 0:
-        return reader.part(name, weight.axis, rank, size)
-    share = -(-architecture.vocabulary // size)
-    rows = reader.rows(name, rank * share, min((rank + 1) * share, architecture.vocabulary))
+    vocabulary = architecture.shape.vocabulary
+    if name not in vocabulary_names(architecture) or vocabulary % size == 0:
+        return reader.slice(name, weight.axis, rank, size)
+    share = -(-vocabulary // size)
+    rows = reader.rows(name, rank * share, min((rank + 1) * share, vocabulary))
     return torch.cat([rows, rows.new_zeros(share - rows.shape[0], rows.shape[1])])

@@ -39,8 +39,8 @@ class Learner:
     def __init__(self, config: Config, folder: Path) -> None:
         """Build and load the policy of a Hugging Face folder. Raises UserError when it is not supported."""
         self.config = config
-        shape = architecture(folder)
-        self.policy = model.build(shape, config, model.Policy)
+        found = architecture(folder)
+        self.policy = model.build(found, config, model.Policy)
         """This rank's chunks of the model."""
         hf_import.load(self.policy, HfReader(folder))
         alone = config.algorithm.critic.critic_only_steps if config.algorithm.name == "ppo" else 0
@@ -53,14 +53,14 @@ class Learner:
         self.scoring_seconds = 0.0
         """Seconds that the last step spent on forward passes before its update."""
         algorithm = config.algorithm
-        words = shape.vocabulary
+        vocabulary_size = found.shape.vocabulary
         self.reference: Frozen | None = None
         if algorithm.needs_reference:
             origin = folder if algorithm.reference == "initial" else Path(algorithm.reference)
-            self.reference = Frozen(origin, config, words, "algorithm.reference")
+            self.reference = Frozen(origin, config, vocabulary_size, "algorithm.reference")
         self.teacher: Frozen | None = None
         if isinstance(algorithm.teacher, Path):
-            self.teacher = Frozen(algorithm.teacher, config, words, "algorithm.teacher")
+            self.teacher = Frozen(algorithm.teacher, config, vocabulary_size, "algorithm.teacher")
         self.critic = Critic(folder, config) if algorithm.name == "ppo" else None
 
     def train(self, batch: Batch) -> dict[str, float]:

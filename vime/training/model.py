@@ -118,7 +118,7 @@ def block_spec(architecture: Architecture, config: TransformerConfig, stage: int
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
         attention.core_attention = PackedAttention
-        if architecture.qk_norm:
+        if architecture.shape.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     block.layer_norm = RMSNorm
     return block
@@ -134,21 +134,23 @@ class Policy(GPTModel):
         self, architecture: Architecture, config: TransformerConfig, training: Training, stage: int | None = None
     ) -> None:
         """stage: the virtual pipeline stage that this chunk is, None without such."""
-        tensor_parallel = config.tensor_model_parallel_size
+        shape, tensor_parallel = architecture.shape, config.tensor_model_parallel_size
         super().__init__(
             config,
             block_spec(architecture, config, stage),
-            # Megatron divides the words evenly over tensor-parallel ranks; the rows past `vocabulary` are never used.
-            vocab_size=-(-architecture.vocabulary // tensor_parallel) * tensor_parallel,
-            max_sequence_length=architecture.context,
+            # Megatron divides the rows evenly over tensor-parallel ranks; those past the vocabulary are never used.
+            vocab_size=-(-shape.vocabulary // tensor_parallel) * tensor_parallel,
+            max_sequence_length=shape.context,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=architecture.tied,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_percent=architecture.rotary_share,
             rotary_base=architecture.rotary_base,  # type: ignore[arg-type]  # used as a number; configs hold 1e6 and 1000000
             vp_stage=stage,
         )
+        if architecture.rotary_scaling is not None:
+            self.rotary_pos_emb.inv_freq = architecture.rotary_scaling(self.rotary_pos_emb.inv_freq)
         self.architecture = architecture
         self._chunk = training.logprob_chunk_tokens
         self.temperature = 1.0
@@ -184,7 +186,7 @@ class Policy(GPTModel):
             weight,
             labels[wanted],
             temperature=self.temperature,
-            vocabulary=self.architecture.vocabulary,
+            vocabulary_size=self.architecture.shape.vocabulary,
             chunk=self._chunk,
             group=parallel_state.get_tensor_model_parallel_group(),
         )

@@ -16,6 +16,7 @@ from vime.config.compose import compose
 from vime.errors import UserError
 from vime.launch.preview import preview_data, print_preview
 from vime.launch.sweep.file import Combination, Slot, Sweep, look
+from vime.plan.checks import check_model
 from vime.plan.plan import Plan, make_plan
 from vime.run.directory import RunDir
 from vime.slurm.scheduler import ask
@@ -64,7 +65,7 @@ class Alive:
 def plan_member(sweep: Sweep, combination: Combination, more: Sequence[str], alive: Alive) -> Member:
     """One combination composed and planned. Raises UserError that names it."""
     try:
-        config = compose(sweep.cluster, sweep.recipe, [*combination.overrides, *more])
+        config = compose(sweep.cluster, sweep.recipe, [*combination.overrides, *more], check=check_model)
         slot = look(config.run.root / sweep.name, combination, alive)
         place = {"root": config.run.root / sweep.name, "name": slot.start or combination.name}
         config = config.model_copy(update={"run": config.run.model_copy(update=place)})

@@ -22,6 +22,7 @@ from vime.training.collectives import broadcast_json
 from vime.training.hf_import import (
     chunk_weights,
     expert_rank,
+    hf_shapes,
     local_experts,
     parameters_of,
     tensor_place,
@@ -49,7 +50,7 @@ class _Unit:
 
     @property
     def mine(self) -> Weight:
-        """The weight of which this rank holds a part."""
+        """The weight of which this rank holds a slice."""
         return self.weights[expert_rank()] if self.weights[0].expert is not None else self.weights[0]
 
 
@@ -116,16 +117,7 @@ class Exporter:
 
     def _meta(self, unit: _Unit) -> list[Meta]:
         weight = unit.mine
-        _, size = tensor_place(weight)
-        shapes = []
-        parameter = self._parameters[unit.chunk][weight.megatron]
-        for name, part in zip(weight.hf, weight.split(parameter.detach()), strict=True):
-            shape = list(part.shape)
-            if weight.axis is not None:
-                shape[weight.axis] *= size
-            if name in vocabulary_names(self._architecture):
-                shape[0] = self._architecture.vocabulary
-            shapes.append(tuple(shape))
+        shapes = hf_shapes(weight, self._parameters[unit.chunk][weight.megatron], self._architecture)
         dtype = torch.float32 if weight.float32 else self._dtype
         # The experts of a layer have one shape.
         return [Meta(name, dtype, shape) for held in unit.weights for name, shape in zip(held.hf, shapes, strict=True)]
@@ -139,27 +131,27 @@ class Exporter:
             return None  # a copy
         local = parameter.detach().to(torch.float32 if weight.float32 else self._dtype)
         if size == 1:
-            return [self._cut(name, part) for name, part in zip(weight.hf, weight.split(local), strict=True)]
+            return [self._cut(name, tensor) for name, tensor in zip(weight.hf, weight.split(local), strict=True)]
         group = (
             parallel_state.get_expert_tensor_parallel_group()
             if expert
             else parallel_state.get_tensor_model_parallel_group()
         )
         full = []
-        for name, part in zip(weight.hf, weight.split(local), strict=True):
-            part = part.contiguous()
+        for name, tensor in zip(weight.hf, weight.split(local), strict=True):
+            tensor = tensor.contiguous()
             if weight.axis is not None:
-                parts = [torch.empty_like(part) for _ in range(size)] if rank == 0 else None
-                dist.gather(part, parts, dst=dist.get_global_rank(group, 0), group=group)
-                if parts is None:
+                slices = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
+                dist.gather(tensor, slices, dst=dist.get_global_rank(group, 0), group=group)
+                if slices is None:
                     continue
-                part = torch.cat(parts, dim=weight.axis)
-            full.append(self._cut(name, part))
+                tensor = torch.cat(slices, dim=weight.axis)
+            full.append(self._cut(name, tensor))
         return full if rank == 0 else None
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Without the rows that only fill up the last rank's part of the vocabulary."""
-        return tensor[: self._architecture.vocabulary] if name in vocabulary_names(self._architecture) else tensor
+        """Without the rows that only fill up the last rank's slice of the vocabulary."""
+        return tensor[: self._architecture.shape.vocabulary] if name in vocabulary_names(self._architecture) else tensor
 
     def _to_stage_head(self, unit: _Unit) -> list[Tensor] | None:
         """Full tensors of a unit on the first rank of the stage, None on its others."""
@@ -171,11 +163,11 @@ class Exporter:
         gathered: list[list[Tensor]] = [[] for _ in unit.weights]
         for tensor in whole:
             tensor = tensor.contiguous()
-            parts = [torch.empty_like(tensor) for _ in unit.weights] if expert_rank() == 0 else None
-            dist.gather(tensor, parts, dst=dist.get_global_rank(group, 0), group=group)
-            for held, part in zip(gathered, parts or (), strict=False):
-                held.append(part)
-        return [tensor for held in gathered for tensor in held] if expert_rank() == 0 else None
+            of_ranks = [torch.empty_like(tensor) for _ in unit.weights] if expert_rank() == 0 else None
+            dist.gather(tensor, of_ranks, dst=dist.get_global_rank(group, 0), group=group)
+            for tensors, one in zip(gathered, of_ranks or (), strict=False):
+                tensors.append(one)
+        return [tensor for tensors in gathered for tensor in tensors] if expert_rank() == 0 else None
 
 
 def export(chunks: Sequence[Policy], dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
@@ -186,7 +178,7 @@ def export(chunks: Sequence[Policy], dtype: torch.dtype) -> Iterator[tuple[str, 
 def _units(index: int, chunk: Policy) -> Iterator[_Unit]:
     """The units of a chunk: equal on every rank of a stage."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    each = local_experts(chunk.architecture) if chunk.architecture.experts else 0
+    each = local_experts(chunk.architecture) if chunk.architecture.shape.experts else 0
     experts: list[Weight] = []
     for weight in [*chunk_weights(chunk), None]:
         if weight is not None and weight.expert is not None:
@@ -245,4 +237,4 @@ def _kept_aside(origin: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, 
     reader = HfReader(origin)
     for name in sorted(reader.names):
         if name.startswith(prefixes):
-            yield name, reader.part(name, None, 0, 1)
+            yield name, reader.slice(name, None, 0, 1)

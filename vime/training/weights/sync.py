@@ -97,8 +97,9 @@ class WeightSync:
         self._transfer: TrainerWeightTransferEngine[Any] | None = None
         self._fleet: Fleet | None = None
         self._connections = 0
-        vocabulary = learner.policy[0].architecture.vocabulary
-        self._probe = _probe_tokens(vocabulary, _context(config, learner), config.run.seed)
+        shape = learner.policy[0].architecture.shape
+        context = config.rollout.context or shape.context
+        self._probe = _probe_tokens(shape.vocabulary, context, config.run.seed)
 
     def connect(self) -> None:
         """Find the engines and join them in a transfer group; again after an engine has restarted."""
@@ -240,14 +241,10 @@ def check(difference: float, tolerance: float, where: str, version: int) -> None
         )
 
 
-def _context(config: Config, learner: Learner) -> int:
-    return config.rollout.context or learner.policy[0].architecture.context
-
-
-def _probe_tokens(vocabulary: int, context: int, seed: int) -> list[int]:
-    """A fixed prompt of random words, as long as fits with one more token."""
+def _probe_tokens(vocabulary_size: int, context: int, seed: int) -> list[int]:
+    """A fixed prompt of random tokens, as long as fits with one more token."""
     length = min(PROBE_TOKENS, context - 1)
-    return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, length)]
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary_size, length)]
 
 
 def _trained_sample(token_ids: list[int]) -> Sample:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from vime.config import Config
-from vime.config.model_shape import ModelShape
+from vime.config import Config, Shape
+from vime.config.compose import compose_warmup
 from vime.errors import UserError
+from vime.models.shape import shape_of
 
 
-def check_sizes(config: Config, shape: ModelShape) -> None:
-    """Refuse sizes that cannot work together, before anything starts. Raises UserError with the numbers."""
+def check_model(config: Config) -> None:
+    """Refuse a model that is not supported, and sizes that cannot work together, in a warm-up too. Raises UserError."""
+    shape = shape_of(config.model)
+    _check_sizes(config, shape)
+    warmup = compose_warmup(config)
+    if warmup is not None:
+        try:
+            _check_sizes(warmup, shape)  # it trains the same model
+        except UserError as error:
+            raise UserError(f"model.warmup={config.model.warmup}: {error}") from None
+
+
+def _check_sizes(config: Config, shape: Shape) -> None:
     for check in (_check_batch, _check_split, _check_experts, _check_lengths):
         check(config, shape)
 
 
-def _check_batch(config: Config, shape: ModelShape) -> None:
+def _check_batch(config: Config, shape: Shape) -> None:
     rollout, training = config.rollout, config.training
     prompts, each = rollout.prompts_per_step, rollout.samples_per_prompt
     parts = training.data_parallel
@@ -34,7 +46,7 @@ def _check_batch(config: Config, shape: ModelShape) -> None:
         raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
 
 
-def _check_split(config: Config, shape: ModelShape) -> None:
+def _check_split(config: Config, shape: Shape) -> None:
     engine = config.rollout.tensor_parallel if config.rollout.engines else 1
     widths = {"training.tensor_parallel": config.training.tensor_parallel, "rollout.tensor_parallel": engine}
     for name, width in widths.items():
@@ -58,7 +70,7 @@ def _check_split(config: Config, shape: ModelShape) -> None:
         )
 
 
-def _check_experts(config: Config, shape: ModelShape) -> None:
+def _check_experts(config: Config, shape: Shape) -> None:
     training, width = config.training, config.training.expert_parallel
     if shape.experts == 0:
         if config.algorithm.routing_replay:
@@ -90,7 +102,7 @@ def _divisor(size: int, near: int) -> int:
     return max(width for width in range(1, min(size, near) + 1) if size % width == 0)
 
 
-def _check_lengths(config: Config, shape: ModelShape) -> None:
+def _check_lengths(config: Config, shape: Shape) -> None:
     context = config.rollout.context or shape.context
     if context > shape.context:
         raise UserError(f"rollout.context={context} is more than the model's own limit of {shape.context} tokens")
