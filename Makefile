@@ -11,7 +11,7 @@ ARGS ?=
 WORKERS ?= 2
 
 # tests/workers.py says what they share.
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --durations=20
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadscope --durations=20
 
 # The stamp carries a hash of what was installed: an edited lock installs again, a touched one does not.
 hash = $(shell cat $(1) requirements/make_venv.sh pyproject.toml | sha256sum | cut -c1-16)

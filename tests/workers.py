@@ -18,14 +18,24 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
-SHARED = ("engine_stack", "new_slurm_clusters", "ranks")
-"""Fixtures of the session that are dear to make: the tests of one of them share a worker. The first one decides."""
+SHARED = {
+    "tests/rollout/engine/test_engine.py": "engine",
+    "tests/rollout/engine/test_transfer.py": "engine",
+    "tests/rollout/engine/test_versions.py": "engine",
+    "tests/rollout/test_generator.py": "engine",
+    "tests/rollout/test_own_logic.py": "engine",
+    "tests/training/test_engine_teacher.py": "engine",
+    "tests/slurm/test_gb200.py": "new Slurm",
+    "tests/slurm/test_new_slurm.py": "new Slurm",
+}
+"""Files that use a fixture of the session that is dear to make, and its name: they share a worker."""
 LONGEST = (
     "tests/slurm/test_requeue.py",
     "tests/test_main_job.py",
     "tests/training/test_resume_run.py",
-    "ranks",
-    "engine_stack",
+    "engine",
+    "tests/training/test_checkpoint.py",
+    "tests/training/test_algorithms.py",
     "tests/slurm/test_run.py",
     "tests/slurm/test_tiny_grpo.py",
     "tests/supervise/test_kill.py",
@@ -42,7 +52,7 @@ END_SECONDS = 180.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is slow by what it starts. In a worker: groups the tests by what they share, long groups first."""
+    """Marks what is slow by what it starts. In a worker: puts long groups first."""
     for item in items:
         if set(STARTING) & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
@@ -50,26 +60,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     places = []
     for item in items:
-        group = next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-        key = group or item.nodeid.partition("::")[0]
-        place = LONGEST.index(key) if key in LONGEST else len(LONGEST)
-        places.append((place, item.get_closest_marker("slow") is None and group is None))
+        group = group_of(item.nodeid)
+        place = LONGEST.index(group) if group in LONGEST else len(LONGEST)
+        places.append((place, item.get_closest_marker("slow") is None))
     items[:] = [items[index] for index in sorted(range(len(items)), key=places.__getitem__)]
+
+
+def group_of(nodeid: str) -> str:
+    """What shares a worker with a test: its file, or a group of files."""
+    file = nodeid.partition("::")[0]
+    return SHARED.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """A unit of work is a group, or else a file."""
-    if config.getoption("dist") != "loadgroup":
+    """A unit of work is a group."""
+    if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = nodeid.rpartition("@")[2]
-            return group if group in SHARED else nodeid.partition("::")[0]
+            return group_of(nodeid)
 
     config.option.loadscopereorder = False  # the order is ours
     return Groups(config, log)
