@@ -68,6 +68,17 @@ def test_a_manifest_of_another_shape_is_refused(changes: dict[str, Any], words: 
         Manifest.from_bytes(json.dumps(value | changes).encode(), "the origin")
 
 
+def test_a_manifest_of_a_run_that_began_with_samples_of_weight_1_is_read() -> None:
+    manifest = make_manifest(3, ["a"])
+    value = json.loads(manifest.to_bytes())
+    for sample in value["samples"]:
+        sample["weight"] = 1.0
+    assert Manifest.from_bytes(json.dumps(value).encode(), "the origin") == manifest
+    value["samples"][0]["weight"] = 0.5
+    with pytest.raises(BufferFault, match="weight"):
+        Manifest.from_bytes(json.dumps(value).encode(), "the origin")
+
+
 @pytest.mark.parametrize("cut", [0, 1, 50, -1])
 def test_a_torn_manifest_is_refused(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "step_3.json"

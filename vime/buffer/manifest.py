@@ -39,6 +39,14 @@ class Entry(Frozen):
     reward: float
     """As stored in the chunk, so rounded to float32."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_weight(cls, value: Any) -> Any:
+        """A run that began with an older vime has batches whose samples say a weight, which was always 1."""
+        if isinstance(value, dict) and value.get("weight") == 1:
+            return {name: item for name, item in value.items() if name != "weight"}
+        return value
+
 
 class Manifest(Frozen):
     """One training step's batch."""
