@@ -149,15 +149,19 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+SERVED = TinyModel(family="qwen2", context=128, initializer_range=0.08)
+"""The model of the shared engine. Qwen3's are in every run of tiny_grpo, with experts in test_moe_transfer."""
+
+
 @pytest.fixture(scope="session")
 def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
-    """One engine and one router of a tiny random Qwen3, real ones, for all slow tests of the session.
+    """One engine and one router of a tiny random model, real ones, for all slow tests of the session.
 
     Tests that change its weights put the old ones back; tests that kill it start their own.
     """
     folder = tmp_path_factory.mktemp("stack")
     model = folder / "model"
-    make_tiny(TinyModel(context=128, initializer_range=0.08), model)
+    make_tiny(SERVED, model)
     config = stack_config(model)
     run_dir = RunDir.create(folder, "run", "test")
     run_dir.config.write_text(dump_resolved(config))

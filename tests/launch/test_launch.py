@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import launch
+from tests.models.published import LLAMA31_8B, QWEN25_7B
 from vime.errors import UserError
 
 LAUNCH = Path(launch.__file__)
@@ -62,6 +63,31 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     ):
         assert words in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("published", "sizes", "billions"),
+    [
+        (LLAMA31_8B, {"hidden": 4096, "ffn": 14336, "head_dim": 128}, 8.03),
+        (QWEN25_7B, {"hidden": 3584, "ffn": 18944, "head_dim": 128}, 7.62),
+    ],
+)
+def test_a_dry_run_of_a_declared_shape_has_its_own_sizes(
+    tmp_path: Path, published: dict[str, object], sizes: dict[str, int], billions: float
+) -> None:
+    shape = sizes | {
+        "family": published["model_type"],
+        "layers": published["num_hidden_layers"],
+        "heads": published["num_attention_heads"],
+        "kv_heads": published["num_key_value_heads"],
+        "vocabulary": published["vocab_size"],
+        "context": published["max_position_embeddings"],
+    }
+    model = f"model={json.dumps({'name': 'x', 'shape': shape})}"
+    width = ("training.tensor_parallel=1", "training.sequence_parallel=false", "training.ranks=8")
+    done = run(tmp_path, "cluster=h200", "recipe=qwen3_4b_grpo", model, *width, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["memory_gb"]["trainer"]["parameters"] == pytest.approx(2 * billions, rel=1e-3)
 
 
 def test_a_dry_run_says_who_the_teacher_is(tmp_path: Path) -> None:
@@ -115,6 +141,14 @@ def test_neither_a_dry_run_nor_an_error_imports_what_is_slow(tmp_path: Path, arg
     [
         ((*TINY, "training.lr=1"), "command line: unknown key training.lr; did you mean training.learning_rate?"),
         ((*TINY, "training.steps=ten"), "command line: training.steps=ten must be a whole number"),
+        (
+            (*TINY, "model.tiny.family=qwen5"),
+            "command line: model.tiny.family=qwen5 is not supported (supported: qwen3, qwen3_moe, glm4_moe, llama, q",
+        ),
+        (
+            ("cluster=h200", "recipe=qwen3_4b_grpo", "model.shape.family=lama", "--dry-run"),
+            "model.shape.family=lama is not supported (supported: qwen3, qwen3_moe, glm4_moe, llama, qwen2)",
+        ),
         ((*TINY, "data.path=missing.jsonl"), "data.path: there is no file"),
         ((*TINY, "training.ranks=3"), "256 samples do not divide over the 3 data-parallel ranks"),
         ((*TINY, "training.tensor_parallel=3"), "training.ranks=2 is not a multiple of"),

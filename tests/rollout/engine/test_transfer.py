@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 
@@ -9,30 +10,47 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.conftest import EngineStack
+from tests.conftest import SERVED, STARTUP, EngineStack, end_role, stack_config, start_role
 from tests.rollout.reference import logprobs
 from tests.rollout.sending import send
-from vime.buffer.control import EngineMessage
+from vime.buffer.control import Control, EngineMessage
 from vime.config import TinyModel
+from vime.config.compose import dump_resolved
 from vime.models.tiny import make_tiny
+from vime.run.directory import RunDir
+from vime.run.role import Role
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [257, 49, 43, 50, 258]
+LONG_PROMPT = [(7 * i) % 250 for i in range(100)]
+"""Longer than the tiny Llama's original context, so that every kind of its rotary frequencies counts."""
+
+
+def make_other(tiny: TinyModel, folder: Path) -> Path:
+    """Another model of that kind, without a bias of 0 or a norm of 1, which would hide a mistake."""
+    make_tiny(tiny.model_copy(update={"seed": 1}), folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other") / "model"
-    make_tiny(TinyModel(context=128, initializer_range=0.08, seed=1), folder)
-    return folder
+    return make_other(SERVED, tmp_path_factory.mktemp("other") / "model")
 
 
-def assert_serves(stack: EngineStack, model: Path) -> None:
+def assert_serves(stack: EngineStack, model: Path, prompt: list[int] = PROMPT) -> None:
     """A sampled answer has the logprobs that transformers gives it under `model`."""
-    sampled = stack.complete(PROMPT, temperature=1.0, seed=3)
-    expected = logprobs(model, PROMPT, np.asarray(sampled["token_ids"]))
+    sampled = stack.complete(prompt, temperature=1.0, seed=3)
+    expected = logprobs(model, prompt, np.asarray(sampled["token_ids"]))
     np.testing.assert_allclose(sampled["logprobs"]["token_logprobs"], expected, atol=2e-5)
 
 
@@ -51,6 +69,27 @@ def test_an_update_makes_the_engine_serve_the_new_model(engine_stack: EngineStac
     after = stack.complete(PROMPT, temperature=1.0, seed=3)
     assert after["token_ids"] == before["token_ids"]
     assert after["logprobs"]["token_logprobs"] == before["logprobs"]["token_logprobs"]
+
+
+def test_llama_is_served_as_it_is_trained(tmp_path: Path) -> None:
+    """Its scaled rotary embedding and an output layer of its own, before and after an update."""
+    llama = SERVED.model_copy(update={"family": "llama", "tied_embeddings": False})
+    first, second = tmp_path / "first", make_other(llama, tmp_path / "second")
+    make_tiny(llama, first)
+    run_dir = RunDir.create(tmp_path, "run", "test")
+    config = stack_config(first)
+    run_dir.config.write_text(dump_resolved(config))
+    control, port = Control.serve("127.0.0.1", 1)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", first)
+    engine = start_role(role, "vime.rollout.engine.engine")
+    try:
+        url = control.engine(0, STARTUP).url
+        stack = EngineStack(config, role, run_dir, control, engine, url, url)
+        assert_serves(stack, first, LONG_PROMPT)
+        send(second, url, role.token, version=1)
+        assert_serves(stack, second, LONG_PROMPT)
+    finally:
+        end_role(engine)
 
 
 def test_a_killed_server_comes_back_behind_a_gate(engine_stack: EngineStack) -> None:

@@ -11,10 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import EngineStack
+from tests.conftest import SERVED, EngineStack
 from tests.rollout.reference import logprobs
 from tests.rollout.sending import sending
-from vime.config import TinyModel
 from vime.models.tiny import make_tiny
 from vime.rollout.client import Completion, RolloutClient, Sampling
 from vime.run.tokens import router_token
@@ -29,7 +28,7 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine_stack: 
     """Two updates by pause?mode=keep come upon 192 responses; transformers tells the models' logprobs apart."""
     stack = engine_stack
     other = tmp_path / "model"
-    make_tiny(TinyModel(context=128, initializer_range=0.08, seed=1), other)
+    make_tiny(SERVED.model_copy(update={"seed": 1}), other)
     models = {0: stack.model, 1: other, 2: stack.model}
 
     async def generate(update: Callable[[Path, int], None]) -> list[list[Completion]]:
