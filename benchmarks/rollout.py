@@ -23,7 +23,7 @@ from vime.models.tiny import make_tiny
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.data.format import Turns, load_tokenizer, make_format
 from vime.rollout.data.sources import load_problems
-from vime.rollout.data.user_calls import UserCalls
+from vime.rollout.data.user_calls import UserCalls, worker_count
 from vime.rollout.engine.server import SERVED_NAME
 from vime.rollout.filters import Filters
 from vime.rollout.generator import keep
@@ -88,7 +88,7 @@ async def _measure_length(stack: Stack, prompts: int, samples: int, response: in
     limits = replace(read_limits(config.rollout, stack.role.model), max_response=response)
     tokenizer = load_tokenizer(stack.role.model)
     problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
-    calls = UserCalls(config.rollout.reward_threads)
+    calls = UserCalls(worker_count(config.rollout.reward_workers))
     render = make_format(config.data, tokenizer, config.rollout, calls)
     feed, same_feed = (
         PromptFeed(problems.training, config.run.seed, False, render, limits, config.rollout, _unreported)

@@ -62,9 +62,15 @@ class Rollout(Section):
     """Train only on the tokens that the newest of a sample's versions sampled, when weights changed while it ran. Older
     tokens then do not count as stale: over-sampled responses under way are kept with any buffer.max_staleness."""
     reward_timeout: float = Field(60.0, gt=0)
-    """Seconds one call of a reward function, of `data.format`, or of a group or batch filter may take."""
-    reward_threads: int = Field(32, ge=1)
-    """Calls of such functions, blocking ones, that are at work at once, each in a thread."""
+    """Seconds one call of a reward function, of `data.format`, or of a group or batch filter may take, and one response
+    of vime's own scorers, which then gets 0."""
+    reward_workers: int | None = Field(None, ge=1)
+    """Processes that score: so many for vime's own scorers, without network, files to write and the run's token, and so
+    many for blocking functions of yours (reward, format, filters), one call at a time each. A call that takes too long
+    ends with its process, and what it started ends with the call. Each process imports the function for itself, so it
+    shares no variables with the generator or other processes. An async function, and `generate`, runs in the generator
+    itself, where many can wait at once, for a server for instance, but where none can be ended. Default: a quarter of
+    the cores."""
     memory_fraction: float = Field(0.9, gt=0, lt=1)
     """Share of a GPU's memory that an engine may take. On a CPU `kv_cache_gb` counts instead."""
     kv_cache_gb: float = Field(1.0, gt=0)

@@ -19,7 +19,7 @@ from vime.config.compose import load_resolved
 from vime.errors import UserError
 from vime.rollout.data.format import Format, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.data.sources import Problems, load_problems
-from vime.rollout.data.user_calls import UserCalls
+from vime.rollout.data.user_calls import UserCalls, worker_count
 from vime.rollout.generator import read_start
 from vime.rollout.limits import Limits, read_limits
 from vime.rollout.prompts import Prompt, PromptFeed
@@ -34,7 +34,7 @@ def run_demonstrations(role: Role, config: Config) -> None:
     """Writes the batches of every step and waits until the last is trained."""
     limits = read_limits(config.rollout, role.model)
     tokenizer = load_tokenizer(role.model)
-    calls = UserCalls(config.rollout.reward_threads)
+    calls = UserCalls(worker_count(config.rollout.reward_workers))
     render = make_format(config.data, tokenizer, config.rollout, calls)
     problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
     try:

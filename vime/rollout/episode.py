@@ -141,16 +141,23 @@ class Episode:
             self._truncated = True
             raise EpisodeEnded
 
+    def _plain_metadata(self) -> dict[str, Any]:
+        """A copy that only the sample has. Raises ValueError naming the key that is not JSON."""
+        plain: dict[str, Any] = {}
+        for key, value in self.metadata.items():
+            try:
+                plain |= json.loads(json.dumps({key: value}, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"its metadata[{key!r}] is not JSON: {error}") from error
+        return plain
+
     def draft(self) -> Draft:
         """The response as it stands. Raises ValueError when nothing was sampled or the metadata are not JSON."""
         if not self._parts:
             raise ValueError("it sampled nothing")
         while self._parts[-1][1] is None:
             self._parts.pop()  # nothing was sampled behind it
-        try:
-            json.dumps(self.metadata, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"its metadata are not JSON: {error}") from error
+        metadata = self._plain_metadata()
         masks, logprobs, rows = [], [], []
         start = 0
         for ids, completion in self._parts:
@@ -170,7 +177,7 @@ class Episode:
             versions=versions[changed],
             truncated=self._truncated,
             text=self._text,
-            metadata=self.metadata,
+            metadata=metadata,
             routes=routes_of_turns([completion.routes for _, completion in self._parts if completion is not None]),
         )
 

@@ -16,8 +16,8 @@ from vime.algorithms.spread import spread_is_residue
 from vime.buffer.sample import Group
 from vime.config import Rollout
 from vime.config.import_path import load_function, named_arguments
-from vime.errors import UserError
 from vime.rollout.data.problem import Problem
+from vime.rollout.data.results import Judgements, judgement
 from vime.rollout.data.user_calls import CallFailed, UserCalls
 
 
@@ -65,8 +65,9 @@ class Filters:
         offered = {"rewards": rewards, "record": problem.record, "group": group}
         given = {name: offered[name] for name in self._takes}
         field = f"rollout.group_filter={self._group_name}"
-        kept = await self._ask(self._group_name, self._group, "rollout.group_filter", f"group {group.uid}", given)
-        return None if _yes(kept, field) else f"{field} said no"
+        what = f"group {group.uid}"
+        kept = await self._ask(self._group_name, self._group, "rollout.group_filter", what, judgement, given)
+        return None if kept else f"{field} said no"
 
     async def batch(self, groups: Sequence[Group]) -> list[str | None]:
         """For each group of a batch why it may not have it, or None.
@@ -78,20 +79,20 @@ class Filters:
         assert self._batch_name is not None
         what, field = f"the {len(groups)} groups of a batch", f"rollout.batch_filter={self._batch_name}"
         given = {"groups": list(groups)}
-        kept = await self._ask(self._batch_name, self._batch, "rollout.batch_filter", what, given)
-        if not hasattr(kept, "__len__") or len(kept) != len(groups):
-            raise UserError(f"{field} got {len(groups)} groups and must judge each")
-        return [None if _yes(keep, field) else f"{field} said no" for keep in kept]
+        judged = Judgements(field, len(groups))
+        kept = await self._ask(self._batch_name, self._batch, "rollout.batch_filter", what, judged, given)
+        return [None if keep else f"{field} said no" for keep in kept]
 
-    async def _ask(self, name: str, function: Callable[..., Any], key: str, what: str, given: dict[str, Any]) -> Any:
+    async def _ask(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        key: str,
+        what: str,
+        returns: Callable[[Any], Any],
+        given: dict[str, Any],
+    ) -> Any:
         try:
-            return await self._calls.call_again(self._tries, name, function, self._timeout, what, **given)
+            return await self._calls.call_again(self._tries, name, function, self._timeout, what, returns, **given)
         except CallFailed as error:
             raise FilterFailed(f"{key}={error}") from error
-
-
-def _yes(judgement: Any, field: str) -> bool:
-    try:
-        return bool(judgement)
-    except Exception as error:
-        raise FilterFailed(f"{field} returned a {type(judgement).__name__}, neither yes nor no") from error

@@ -23,7 +23,7 @@ from vime.models.routing import replayed_routing
 from vime.rollout.client import RolloutClient, Sampling
 from vime.rollout.data.format import Turns, load_tokenizer, make_format, probe_format
 from vime.rollout.data.sources import load_problems
-from vime.rollout.data.user_calls import UserCalls
+from vime.rollout.data.user_calls import UserCalls, worker_count
 from vime.rollout.evaluate import EvaluationTask, evaluate, evaluated_versions, evaluation_due, evaluation_tasks
 from vime.rollout.filters import Filters
 from vime.rollout.group import Generation, load_generate
@@ -68,7 +68,7 @@ class Generator:
         self.run_dir = RunDir(role.run_dir)
         self.limits = read_limits(config.rollout, role.model)
         self.tokenizer = load_tokenizer(role.model)
-        self.calls = UserCalls(config.rollout.reward_threads)
+        self.calls = UserCalls(worker_count(config.rollout.reward_workers))
         self.render = make_format(config.data, self.tokenizer, config.rollout, self.calls)
         self.problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
         self.scorer = Scorer(config.data, config.rollout.reward_timeout, self.calls)

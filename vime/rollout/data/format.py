@@ -7,7 +7,6 @@ beginning-of-sequence token when `data.add_bos` says so, and the tokenizer's own
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from vime.config import Data, Rollout
 from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
 from vime.rollout.data.problem import Problem
-from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.data.results import TokenIds
+from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
 
 Format = Callable[[Problem], Awaitable[list[int]]]
 """Renders a problem. Raises FormatFailed for this problem alone, UserError for what concerns all of them."""
@@ -114,34 +114,29 @@ def _text(problem: Problem, tokenizer: Any, add_bos: bool) -> list[int]:
 def _custom(path: str, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Format:
     """`function(record, tokenizer)` gives the prompt's token ids; `record` is the source's own."""
     function = load_function(path, "data.format")
-    # A tokenizer of its own: calls that change one, such as with truncation=True, may not meet in two threads.
-    offered = {"record": None, "tokenizer": copy.deepcopy(tokenizer)}
-    names = named_arguments(function, offered, path, "data.format")
-    limit, size = rollout.reward_timeout, len(tokenizer)
+    names = named_arguments(function, ("record", "tokenizer"), path, "data.format")
+    limit, returns = rollout.reward_timeout, TokenIds(len(tokenizer))
+    constants: dict[str, Any] = {}
+    if "tokenizer" in names and is_async(function):
+        # One of its own: calls that change it, such as with truncation=True, may not meet in two threads.
+        constants["tokenizer"] = copy.deepcopy(tokenizer)
+    elif "tokenizer" in names:
+        calls.give_each_call(path, tokenizer=tokenizer)
 
     async def custom(problem: Problem) -> list[int]:
         what = f"prompt {problem.uid}, {_short(problem)}"
-        given = {name: problem.record if name == "record" else offered[name] for name in names}
+        given = {**constants, **({"record": problem.record} if "record" in names else {})}
         try:
-            ids = _ids(await calls.call_again(rollout.tries, path, function, limit, what, **given), size)
+            ids = await calls.call_again(rollout.tries, path, function, limit, what, returns, **given)
         except CallTookTooLong as error:
             raise FormatFailed(f"data.format={error} (rollout.reward_timeout)", what) from error
         except CallFailed as error:
             raise FormatFailed(f"data.format={error}", what) from error
         if not ids:
-            raise FormatFailed(f"data.format={path} returned no list of token ids from 0 to {size - 1}", what)
+            raise FormatFailed(f"data.format={path} returned no list of token ids from 0 to {returns.size - 1}", what)
         return _checked(ids, tokenizer, f"data.format={path}")
 
     return custom
-
-
-def _ids(given: Any, size: int) -> list[int] | None:
-    """What a format returned as token ids of a tokenizer of `size`; None when it is something else."""
-    try:
-        ids = [operator.index(token) for token in given]
-        return ids if all(0 <= token < size for token in ids) else None
-    except Exception:  # noqa: BLE001 - an object of the user's, which may raise anything
-        return None
 
 
 def _short(problem: Problem) -> str:

@@ -156,7 +156,7 @@ def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:
     records: list[Any] = []
     calls = UserCalls(1)
     try:
-        asyncio.run(calls.call(data.source, _collecting(function, records), timeout, "the prompts", **given))
+        asyncio.run(calls.call(data.source, _collecting(function, records), timeout, "the prompts", None, **given))
     except CallTookTooLong as error:
         raise UserError(
             f"data.source={error} (cluster.startup_timeout); it had given {len(records)} records"

@@ -1,8 +1,9 @@
 """Calls of functions that the user wrote: apart from the event loop that serves requests, within a time limit.
 
-A blocking function runs in a daemon thread, of which there are at most `threads` at work; an async one runs in an event
-loop of its own thread, so that one that blocks it by mistake holds up no request. A thread cannot be killed: what hangs
-is left behind, and when too much has been left behind the run ends and says so.
+A blocking function runs in a worker process, which is ended when the call takes too long, and with it what the call has
+started. An async one, and what needs the generator's own state, runs in an event loop of its own thread here, so that
+one that blocks that loop by mistake holds up no request. A thread cannot be ended: what hangs there is left behind, and
+when too much has been left behind the run ends and says so.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from vime.errors import UserError
+from vime.rollout.data.results import NotUsable
+from vime.rollout.workers.pool import Stopped, TookTooLong, Unsendable, Workers
+from vime.rollout.workers.worker import Raised, describe
 
 MAX_ABANDONED = 64
 """Calls that may hang for ever before the run ends."""
@@ -36,30 +40,61 @@ class CallTookTooLong(CallFailed):
     """It was cut off by its time limit."""
 
 
-class UserCalls:
-    """Runs the user's functions. `threads`: blocking calls at work at once. `close` lets go of what still runs."""
+def worker_count(configured: int | None) -> int:
+    """`rollout.reward_workers`, or its default: a quarter of the cores that this process may use."""
+    return configured or max(1, len(os.sched_getaffinity(0)) // 4)
 
-    def __init__(self, threads: int) -> None:
-        self._slots = asyncio.Semaphore(threads)
+
+class UserCalls:
+    """Runs the user's functions, and the scorers that read what the policy wrote. `close` ends what still runs."""
+
+    def __init__(self, workers: int) -> None:
+        """workers: processes for the user's functions, and as many for vime's own scorers."""
+        self.scoring = Workers(workers, sandboxed=True)
+        """For vime's own scorers: what they read is hostile."""
+        self._workers = Workers(workers, sandboxed=False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned = 0
         self._printed: set[tuple[str, ...]] = set()
 
-    async def call(self, name: str, function: Callable[..., Any], timeout: float, what: str, **arguments: Any) -> Any:
+    def give_each_call(self, name: str, **constants: Any) -> None:
+        """Arguments of every call of the blocking function `name`, which are sent to each worker once."""
+        self._workers.constants[name] = constants
+
+    async def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        timeout: float,
+        what: str,
+        returns: Callable[[Any], Any] | None = None,
+        **arguments: Any,
+    ) -> Any:
         """`function(**arguments)`, awaited when it is async, for at most `timeout` seconds of its own time.
 
-        `name` is its import path; `what` says on which sample, for what each new kind of failure leaves on stderr.
-        Raises CallFailed for whatever the function raises, SystemExit and StopIteration too; CallTookTooLong when the
-        time is over; UserError as it is, and when more than MOST_ABANDONED calls hang.
+        `name` is its import path, by which a worker finds it; `what` says on which sample, for what each new kind of
+        failure leaves on stderr. `returns` makes plain what it returned: see `results`.
+        Raises CallFailed for whatever the function raises, SystemExit and StopIteration too, and for arguments that
+        cannot be sent to a worker; CallTookTooLong when the time is over; UserError as it is, and when more than
+        MAX_ABANDONED calls hang.
         """
-        function = functools.partial(function, **arguments)
         if is_async(function):
-            return await self._in_loop(name, function, timeout, what)
-        async with self._slots:
-            return await self._in_thread(name, function, timeout, what)
+            return await self._in_loop(name, functools.partial(function, **arguments), timeout, what, returns)
+        try:
+            value, failed = await self._workers.call(name, arguments, timeout, returns)
+        except Unsendable as error:
+            raise CallFailed(f"{name} was not called: {error}") from error
+        return self._settled(value, failed, name, what)
 
     async def call_again(
-        self, tries: int, name: str, function: Callable[..., Any], timeout: float, what: str, **arguments: Any
+        self,
+        tries: int,
+        name: str,
+        function: Callable[..., Any],
+        timeout: float,
+        what: str,
+        returns: Callable[[Any], Any] | None = None,
+        **arguments: Any,
     ) -> Any:
         """`call`, up to `tries` times (at least 1) while it raises. One that hangs would only hang again.
 
@@ -67,32 +102,31 @@ class UserCalls:
         """
         for _ in range(tries - 1):
             try:
-                return await self.call(name, function, timeout, what, **arguments)
+                return await self.call(name, function, timeout, what, returns, **arguments)
             except CallTookTooLong:
                 raise
             except CallFailed:
                 pass  # its traceback is on stderr
-        return await self.call(name, function, timeout, what, **arguments)
+        return await self.call(name, function, timeout, what, returns, **arguments)
 
     def close(self) -> None:
-        """Ends the loop of async functions; threads that hang die with the process."""
+        """Ends the workers and the loop of async functions; a thread that hangs dies with the process."""
+        self._workers.close()
+        self.scoring.close()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    async def _in_thread(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
-        future: Future[_Outcome] = Future()
-        threading.Thread(target=_settle, args=(future, function), daemon=True, name=f"vime {name}").start()
-        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout)
-        if not done:
-            self._abandon(name, timeout)
-            future.add_done_callback(self._returned)
-            raise self._too_long(name, timeout, what)
-        return self._result(future.result(), name, what)
-
-    async def _in_loop(self, name: str, function: Callable[[], Any], timeout: float, what: str) -> Any:
+    async def _in_loop(
+        self,
+        name: str,
+        function: Callable[[], Any],
+        timeout: float,
+        what: str,
+        returns: Callable[[Any], Any] | None,
+    ) -> Any:
         loop = self._loop = self._loop or _start_loop()
-        future = asyncio.run_coroutine_threadsafe(_caught(function), loop)
+        future = asyncio.run_coroutine_threadsafe(_caught(function, returns), loop)
         wrapped = asyncio.wrap_future(future)
         try:
             done, _ = await asyncio.wait([wrapped], timeout=timeout)
@@ -104,27 +138,30 @@ class UserCalls:
             if self._loop is loop and not await _alive(loop):
                 self._loop = None  # the next call starts another
                 self._abandon(name, timeout)
-            raise self._too_long(name, timeout, what)
-        return self._result(wrapped.result(), name, what)
-
-    def _result(self, outcome: _Outcome, name: str, what: str) -> Any:
-        value, error = outcome
-        if error is None:
-            return value
+            return self._settled(None, TookTooLong(f"took more than {timeout:g} s"), name, what)
+        value, error = wrapped.result()
         if isinstance(error, UserError):
             raise error
-        frames = traceback.extract_tb(error.__traceback__)
-        place = (frames[-1].filename, str(frames[-1].lineno)) if frames else ()
-        shown = "".join(traceback.format_exception(error))
-        head = f"{name} failed on {what} (further failures at this place are only counted):"
-        self._print_once((name, type(error).__name__, *place), f"{head}\n{shown}")
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise CallFailed(f"{name} raised {text}") from error
+        return self._settled(value, None if error is None else describe(error), name, what)
 
-    def _too_long(self, name: str, timeout: float, what: str) -> CallTookTooLong:
-        text = f"{name} took more than {timeout:g} s"
-        self._print_once((name, "too long"), f"{text} on {what} (further calls that do are only counted)")
-        return CallTookTooLong(text)
+    def _settled(self, value: Any, failed: Raised | Stopped | None, name: str, what: str) -> Any:
+        """The value of a call, or its failure: raised, and said on stderr when it is the first of its kind."""
+        if failed is None:
+            return value
+        if isinstance(failed, TookTooLong):
+            text = f"{name} {failed}"
+            self._print_once((name, "too long"), f"{text} on {what} (further calls that do are only counted)")
+            raise CallTookTooLong(text)
+        if isinstance(failed, Stopped):
+            self._print_once((name, str(failed)), f"{name} {failed} on {what} (further calls that do are only counted)")
+            raise CallFailed(f"{name} {failed}")
+        if failed.type == NotUsable.__name__:
+            raise CallFailed(f"{name} {failed.text}")
+        if failed.user_error:
+            raise UserError(failed.text)
+        head = f"{name} failed on {what} (further failures at this place are only counted):"
+        self._print_once((name, failed.type, *failed.place), f"{head}\n{failed.traceback}")
+        raise CallFailed(f"{name} raised {f'{failed.type}: {failed.text}'.rstrip(': ')}")
 
     def _print_once(self, kind: tuple[str, ...], text: str) -> None:
         if kind not in self._printed:
@@ -136,9 +173,6 @@ class UserCalls:
         if self._abandoned > MAX_ABANDONED:
             raise UserError(f"{name}: {MAX_ABANDONED} calls hang, each for more than its limit of {timeout:g} s")
 
-    def _returned(self, future: Future[Any]) -> None:
-        self._abandoned -= 1
-
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await: an async function, a partial of one, or an object whose call is."""
@@ -149,16 +183,10 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def _settle(future: Future[_Outcome], function: Callable[[], Any]) -> None:
+async def _caught(function: Callable[[], Any], returns: Callable[[Any], Any] | None) -> _Outcome:
     try:
-        future.set_result((function(), None))
-    except BaseException as error:  # noqa: BLE001 - SystemExit of a reward ends the sample, not the thread's work
-        future.set_result((None, error))
-
-
-async def _caught(function: Callable[[], Any]) -> _Outcome:
-    try:
-        return await function(), None
+        value = await function()
+        return (value if returns is None else returns(value)), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the loop

@@ -1,7 +1,7 @@
 """Text of a model's that a scorer evaluates: only plain literals and small expressions get that far.
 
-The evaluators of reasoning_gym's scorers are `eval` and sympy's `parse_expr`, which runs `eval` too. Both are replaced in
-the process that scores, so that what is not harmless is refused before anything of it is run.
+The evaluators of reasoning_gym's scorers are `eval` and sympy's `parse_expr`, which runs `eval` too. Both are replaced
+in the process that scores, so that what is not harmless is refused before anything of it is run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ MAX_BITS = 4096
 """Of a number that an expression can come to, by an upper bound: (10**300)**2 passes, 9**9**9 does not."""
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh exp log ln sqrt cbrt"
-    " Abs sign erf erfi gamma Si Ci Ei li".split()
+    " Abs sign erf erfi gamma Si Ci Ei li Integral".split()
 )
 """What an expression of symbols may call."""
+TRUSTED = frozenset({"reasoning_gym.arithmetic.bitwise_arithmetic"})
+"""Modules whose scorer evaluates the question and not the response."""
 NAME = re.compile(r"[A-Za-z]\w{0,19}", re.ASCII)
 
 _COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
@@ -72,7 +74,7 @@ def guard_evaluators() -> list[Refused]:
     sympy.parse_expr = safe_parse_expr
     sympy_parser.parse_expr = safe_parse_expr
     for name, module in list(sys.modules.items()):
-        if name.startswith("reasoning_gym."):
+        if name.startswith("reasoning_gym.") and name not in TRUSTED:
             module.eval = safe_eval  # type: ignore[attr-defined]  # found before the built-in one
             if getattr(module, "parse_expr", None) is parse_expr:
                 module.parse_expr = safe_parse_expr  # type: ignore[attr-defined]

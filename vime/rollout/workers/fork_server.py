@@ -15,11 +15,12 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vime.rollout.workers.frames import read_frame, write_frame
 from vime.rollout.workers.sandbox import confine, isolate
-from vime.rollout.workers.worker import Worker, _children, import_function
+from vime.rollout.workers.worker import Worker, children, import_function
 from vime.run.role import become_subreaper, die_with_parent
 
 FORK, KILL = 0, 1
@@ -31,6 +32,7 @@ class Start:
     """What a fork server is told first."""
 
     sandboxed: bool
+    """It is for hostile input. Its working directory is the one folder that it may write to while it loads."""
     prepare: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Functions of vime's and their arguments, called before the first fork so that each worker has what they load."""
 
@@ -45,7 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which ends the generator
     isolation: list[str] = []
     if start.sandboxed:
-        isolation = isolate()
+        isolation = isolate(Path.cwd())
         if "process" in isolation:  # only a child is in that namespace, as its first process
             _enter_pid_namespace()
     become_subreaper()
@@ -76,12 +78,12 @@ def _serve(control: socket.socket, sandboxed: bool) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     while True:
-        readable, _, _ = select.select([control, wake], [], [])
+        readable, _, _ = select.select([control.fileno(), wake], [], [])
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)
             _reap(control, workers)
-        if control not in readable:
+        if control.fileno() not in readable:
             continue
         order, pipes, _, _ = socket.recv_fds(control, 8, 1)
         if len(order) < 8:
@@ -132,14 +134,14 @@ def _reap(control: socket.socket, workers: dict[int, int]) -> None:
             said = {"ended": number, "code": os.waitstatus_to_exitcode(status)}
             write_frame(control.fileno(), json.dumps(said).encode())
     # What an ended worker had started is now a child of this process.
-    for pid in _children() - set(workers.values()):
+    for pid in children() - set(workers.values()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _end_all() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    while left := _children():
+    while left := children():
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

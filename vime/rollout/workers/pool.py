@@ -24,7 +24,7 @@ from typing import Any
 from vime.errors import UserError
 from vime.rollout.workers.fork_server import FORK, KILL, Start
 from vime.rollout.workers.frames import frame, next_frame
-from vime.rollout.workers.worker import Load, Request
+from vime.rollout.workers.worker import Load, Raised, Request
 from vime.supervise.processes import signal_name
 
 START_SECONDS = 300.0
@@ -35,17 +35,6 @@ SHORTEST = 4
 MAX_STARTS = 3
 SECRETS = ("TOKEN", "API_KEY")
 """Variables VIME_... with such names are the run's own and reach no worker."""
-
-
-@dataclass(frozen=True)
-class Raised:
-    """What a function raised, described by its worker."""
-
-    type: str
-    text: str
-    traceback: str
-    place: tuple[str, ...]
-    user_error: bool
 
 
 class Stopped(Exception):
@@ -247,7 +236,10 @@ class Workers:
     async def _start(self) -> None:
         """The fork server. Raises UserError when it cannot load what it should, OSError or EOFError else."""
         ours, theirs = socket.socketpair()
-        environment = {**_clean_environment(), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+        environment = {
+            **_clean_environment(),
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        }
         if self._sandboxed:
             self._scratch = self._scratch or Path(tempfile.mkdtemp(prefix="vime-scoring-"))
             environment = _bare_environment(environment, self._scratch)
@@ -354,6 +346,6 @@ def _clean_environment() -> dict[str, str]:
 
 def _bare_environment(environment: dict[str, str], scratch: Path) -> dict[str, str]:
     kept = {name: environment[name] for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH") if name in environment}
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    own = {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-    return {**kept, **threads, **own, "PYTHONWARNINGS": "ignore"}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    own = {"HOME": str(scratch), "TMPDIR": str(scratch), "MPLCONFIGDIR": str(scratch), "LANG": "C.UTF-8"}
+    return {**kept, **threads, **own, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore"}

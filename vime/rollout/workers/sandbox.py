@@ -73,10 +73,11 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def isolate() -> list[str]:
+def isolate(scratch: Path) -> list[str]:
     """Namespaces of its own for this process, and for its children one of processes. Returns the names of those it got.
 
-    Every mount is read-only from then on and /proc is empty. All or none: a kernel that refuses one refuses them all.
+    Every mount is read-only from then on but for `scratch`, which lies in memory, and /proc is empty. All or none: a
+    kernel that refuses one refuses them all.
     """
     uid, gid = os.getuid(), os.getgid()
     if _LIBC.unshare(sum(_NAMESPACES.values())) != 0:
@@ -89,6 +90,8 @@ def isolate() -> list[str]:
     _LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", ctypes.c_ulong(_MS_RDONLY), b"size=4k")
     attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     _LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+    _LIBC.mount(b"tmpfs", os.fsencode(scratch), b"tmpfs", ctypes.c_ulong(0), b"size=16m,mode=700")
+    os.chdir(scratch)  # what was there before lies below
     return list(_NAMESPACES)
 
 
@@ -138,9 +141,10 @@ def filter_code(architecture: int, column: int) -> bytes:
             code += [_instruction(_EQUALS, number, 0, 1), refuse]
     for numbers in _MISSING.values():
         code += [_instruction(_EQUALS, numbers[column], 0, 1), missing]
-    for *numbers, place in _OPENS.values():
-        if numbers[column] is not None:
-            code += _argument(numbers[column], place, _instruction(_HAS_BITS, _WRITES, 0, 1), refuse, allow)
+    for *opens, place in _OPENS.values():
+        number = opens[column]
+        if number is not None:
+            code += _argument(number, place, _instruction(_HAS_BITS, _WRITES, 0, 1), refuse, allow)
     code += _argument(_CLONE[column], 0, _instruction(_HAS_BITS, _CLONE_THREAD, 1, 0), refuse, allow)
     code += _argument(_PRLIMIT[column], 0, _instruction(_EQUALS, 0, 1, 0), refuse, allow)
     return b"".join([*code, allow])

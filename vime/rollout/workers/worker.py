@@ -11,12 +11,16 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
 from vime.rollout.workers.frames import read_frame, write_frame
+
+MAX_TEXT = 10_000
+"""Characters of an exception that cross."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,18 @@ class Load:
     """Arguments that each of its calls gets, such as a tokenizer: sent once."""
 
 
+@dataclass(frozen=True)
+class Raised:
+    """What a function raised, in plain values."""
+
+    type: str
+    text: str
+    traceback: str
+    place: tuple[str, ...]
+    """File and line."""
+    user_error: bool
+
+
 class Worker:
     """The loop of one worker process on its end of a pipe."""
 
@@ -58,13 +74,13 @@ class Worker:
         while (request := read_frame(self._pipe)) is not None:
             asked = pickle.loads(request)  # noqa: S301 - from the generator that started this process
             if isinstance(asked, Load):
-                write_frame(self._pipe, _answer(lambda asked=asked: self._load(asked), None))
-                self._kept |= _children()
+                write_frame(self._pipe, _answer(partial(self._load, asked), None))
+                self._kept |= children()
                 continue
             for item in asked.items:
                 if self._limited:
                     _limit_time(asked.seconds)
-                reply = _answer(lambda asked=asked, item=item: self._call(asked, item), asked.returns)
+                reply = _answer(partial(self._call, asked, item), asked.returns)
                 self._end_children()
                 write_frame(self._pipe, reply)
 
@@ -81,7 +97,7 @@ class Worker:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass  # one that has ended
-            while started := _children() - self._kept:
+            while started := children() - self._kept:
                 for pid in started:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -99,26 +115,25 @@ def _answer(call: Callable[[], Any], returns: Callable[[Any], Any] | None) -> by
         value = call()
         return json.dumps({"value": value if returns is None else returns(value)}).encode()
     except BaseException as error:  # noqa: BLE001 - SystemExit of a reward fails its sample, not the worker
-        return json.dumps({"raised": _described(error)}).encode()
+        return json.dumps({"raised": asdict(describe(error))}).encode()
 
 
-def _described(error: BaseException) -> dict[str, Any]:
-    """An exception as plain values. One whose own text raises is described by its type."""
-    frames = traceback.extract_tb(error.__traceback__)
+def describe(error: BaseException) -> Raised:
+    """An exception of the user's. One whose own text raises is described by its type."""
+    place_of = error.__traceback__
+    while place_of is not None and place_of.tb_frame.f_code.co_filename == __file__:
+        place_of = place_of.tb_next
+    frames = traceback.extract_tb(place_of)
     try:
-        text, shown = str(error), "".join(traceback.format_exception(error))
+        text, shown = str(error), "".join(traceback.format_exception(type(error), error, place_of))
     except BaseException:  # noqa: BLE001 - __str__ is the user's too
         text, shown = "", ""
-    return {
-        "type": type(error).__name__,
-        "text": text[:10_000],
-        "traceback": shown[-10_000:],
-        "place": [frames[-1].filename, str(frames[-1].lineno)] if frames else [],
-        "user_error": isinstance(error, UserError),
-    }
+    place = (frames[-1].filename, str(frames[-1].lineno)) if frames else ()
+    return Raised(type(error).__name__, text[:MAX_TEXT], shown[-MAX_TEXT:], place, isinstance(error, UserError))
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
+    """The processes that this one has started, or that it got from one of them that ended."""
     found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
