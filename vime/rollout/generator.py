@@ -31,6 +31,7 @@ from vime.rollout.limits import read_limits
 from vime.rollout.pipeline import Pipeline, TooManyLost
 from vime.rollout.policy_version import PolicyVersion
 from vime.rollout.prompts import PromptFeed
+from vime.rollout.rewards.references import check_references
 from vime.rollout.rewards.scorer import Scorer
 from vime.rollout.teacher import Teacher
 from vime.run.directory import RunDir
@@ -83,12 +84,15 @@ class Generator:
 
     async def run(self) -> None:
         """From the first step that the trainers need to the evaluation of the last version."""
-        await self._prepare()
-        self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
-        async with self._teacher() as teacher:
-            if teacher is not None:
-                await teacher.check(read_shape(self.role.model).vocabulary, self.limits.context)
-            await self._start(teacher)
+        try:
+            await self._prepare()
+            self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
+            async with self._teacher() as teacher:
+                if teacher is not None:
+                    await teacher.check(read_shape(self.role.model).vocabulary, self.limits.context)
+                await self._start(teacher)
+        finally:
+            self.calls.close()
         self.report("stopped")
 
     async def _start(self, teacher: Teacher | None) -> None:
@@ -104,18 +108,21 @@ class Generator:
                 await self._run(client, control, start, teacher)
             finally:
                 following.cancel()
-                self.calls.close()
                 for scorer in (self.scorer, *self.scorers):
                     await scorer.close()
 
     async def _prepare(self) -> None:
-        """Render a prompt, and all of evaluation's."""
+        """Render a prompt, and all of evaluation's; read the references."""
         config = self.config
         await probe_format(self.render, self.problems.training)
         held_out = self.problems.held_out
         self.evaluations = await evaluation_tasks(config, held_out, self.render, self.limits, self.report)
         timeout = config.rollout.reward_timeout
         self.scorers = [Scorer(task.data, timeout, self.calls) for task in self.evaluations]
+        await check_references(config.data, self.problems.training, self.calls, self.report, "data")
+        for task in self.evaluations:
+            asked = [prompt.problem for prompt in task.prompts]
+            await check_references(task.data, asked, self.calls, self.report, task.name)
 
     async def _run(self, client: RolloutClient, control: Control, start: Start, teacher: Teacher | None) -> None:
         config = self.config

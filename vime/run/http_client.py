@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import aiohttp
 import requests
+from yarl import URL
 
 from vime.errors import WaitTimeout
 
@@ -24,6 +25,7 @@ MAX_SERVED = 3
 """Attempts at one request that may break off so."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
 """Seconds between attempts at a server that does not answer; the last one repeats."""
+MAX_REDIRECTS = 3
 TEXT_BYTES = 500
 """Of an answer that is quoted in an error."""
 
@@ -132,19 +134,21 @@ class RetryingClient:
         *,
         tries: int | None = None,
         connections: int = 0,
+        max_answer: int | None = None,
         trust_env: bool = False,
     ) -> None:
         """request_timeout: seconds that one attempt may take.
 
         tries: attempts at one request, however long each lasts; None: see SERVED_SECONDS. connections: at most, 0 for
-        no limit, because the caller bounds what is in flight. trust_env: go through the proxy that the environment
-        names.
+        no limit, because the caller bounds what is in flight. max_answer: bytes of an answer that are read, of a server
+        that is not the run's own. trust_env: go through the proxy that the environment names.
         """
         self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=request_timeout, connect=30)
         self._patience = patience
         self._tries = tries
         self._connections = connections
+        self._max_answer = max_answer
         self._trust_env = trust_env
         self._session: aiohttp.ClientSession | None = None
 
@@ -191,7 +195,8 @@ class RetryingClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers=self._headers,
+                headers={**self._headers, "Accept-Encoding": "identity"},
+                auto_decompress=False,  # what is not unpacked cannot grow
                 timeout=self._timeout,
                 connector=aiohttp.TCPConnector(limit=self._connections),
                 trust_env=self._trust_env,
@@ -199,15 +204,35 @@ class RetryingClient:
         return self._session
 
     async def _ask_once(self, url: str, body: Any) -> tuple[Mapping[str, str], Any]:
-        session = self._open()
-        request = session.get(url) if body is None else session.post(url, json=body)
-        try:
-            async with request as response:
-                content = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
-        check_status(url, response.status, content)
-        return response.headers, read_json(content)
+        session, method, target = self._open(), "GET" if body is None else "POST", URL(url)
+        for _ in range(1 + MAX_REDIRECTS):
+            try:
+                async with session.request(method, target, json=body, allow_redirects=False) as response:
+                    if response.status not in (307, 308) or "Location" not in response.headers:
+                        content = await self._read(response)
+                        check_status(url, response.status, content)
+                        return response.headers, read_json(content)
+                    further = target.join(URL(response.headers["Location"]))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise Unavailable(f"{type(error).__name__}: {error}") from error
+            if further.origin() != target.origin():
+                text = f"it sends to {further.origin()}; prompts and answers go to no other host"
+                raise RequestRefused(url, response.status, text)
+            target = further
+        raise RequestRefused(url, response.status, f"it redirects more than {MAX_REDIRECTS} times")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        packed = response.headers.get("Content-Encoding", "identity")
+        if packed != "identity":
+            raise BadResponse(f"the answer is packed with {packed[:40]}, which was not asked for")
+        if self._max_answer is None:
+            return await response.read()
+        content = bytearray()
+        async for piece in response.content.iter_any():
+            content += piece
+            if len(content) > self._max_answer:
+                raise BadResponse(f"the answer is longer than {self._max_answer} bytes")
+        return bytes(content)
 
 
 def read_json(content: bytes) -> Any:

@@ -23,7 +23,7 @@ from vime.slurm.environment import srun_environment, without_job
 from vime.slurm.scheduler import job_states
 from vime.slurm.srun import THREADS
 from vime.supervise.commands import Command
-from vime.supervise.failure import GRACE, describe, describe_silent, first_cause, stop_outcome
+from vime.supervise.failure import GRACE, describe, describe_silent, finished, first_cause, stop_outcome
 from vime.supervise.lifeline import VARIABLE as LIFELINE
 from vime.supervise.lifeline import Lifeline
 from vime.supervise.processes import End, Processes, spawn
@@ -37,6 +37,8 @@ STEP_INTERVAL = 1.0
 """Seconds between two looks at the metrics for `status.step`."""
 WRAPPER_TIME = 4.0
 """Seconds that the wrappers of a step get, besides the roles' own, to kill what is left and to report."""
+EVENT_TIME = 5.0
+"""Seconds that an event which a role wrote before its end may take to show here (NFS)."""
 STOP_GRACE = 5.0
 """Seconds in which SLURM, having ended some ranks, tells the supervisor too."""
 TOLD_GRACE = 2.0
@@ -229,7 +231,7 @@ class Attempt:
         while unfinished:
             unexpected = []
             for end in processes.poll():
-                if end.succeeded:
+                if end.succeeded and self._finished(end, status.attempt):
                     unfinished.discard(end.command.name)
                 else:
                     unexpected.append(end)
@@ -270,6 +272,13 @@ class Attempt:
             )
             raise Stopped(signal.SIGUSR2, orphaned=False)
         return first_cause(told)
+
+    def _finished(self, end: End, attempt: int) -> bool:
+        """Whether the role has said that its work is done: here, or on a node whose file shows a moment later."""
+        deadline = time.monotonic() + EVENT_TIME
+        while not (done := finished(end, self.run, attempt)) and time.monotonic() < deadline:
+            self.signals.wait(POLL)
+        return done
 
     def _job_is_over(self) -> bool:
         """Whether SLURM says that the job does not run any more; no answer is no."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from vime.buffer.control import Beat
 from vime.config.cluster import Cluster
 from vime.run.directory import Failure, RunDir, State, node_name, utc_now
+from vime.run.jsonl import read_lines
 from vime.slurm.allocation import Allocation
 from vime.slurm.scheduler import batch_log, job_fate, output_of
 from vime.supervise.processes import End
@@ -21,6 +22,7 @@ GRACE = 1.0
 SILENCE = 40.0
 """Seconds without a sign of life, while others gave theirs, after which a rank does not answer: four beats missed."""
 TAIL_LINES = 40
+TOO_EARLY = "exited 0 before its work was done: did a function that runs in it call os._exit?"
 _TAIL_BYTES = 1 << 16
 
 
@@ -36,6 +38,9 @@ def first_cause(ends: Sequence[End]) -> End:
 
 def describe(end: End) -> Failure:
     """The failure record of a role's end."""
+    shown = tail(end.log)
+    if end.succeeded:  # it was a failure all the same
+        shown.append(f"{end.command.role}-{end.rank} {TOO_EARLY}")
     return Failure(
         role=end.command.role,
         rank=end.rank,
@@ -44,7 +49,7 @@ def describe(end: End) -> Failure:
         signal=end.signal,
         time=end.time,
         log=str(end.log),
-        tail=tail(end.log),
+        tail=shown,
     )
 
 
@@ -74,6 +79,17 @@ def describe_silent(end: End, beats: Mapping[int, Beat], log: Callable[[int], Pa
     ]
     own = log(rank)
     return Failure("trainer", rank, beat.node, None, None, utc_now(), str(own), [*said, *tail(own, TAIL_LINES - 2)])
+
+
+def finished(end: End, run: RunDir, attempt: int) -> bool:
+    """Whether the role had done its work when it exited 0, which the generator says by an event.
+
+    Whatever runs in it, such as a function of the user's, can exit 0 at any moment: os._exit(0) asks nobody.
+    """
+    if end.command.role != "generator":
+        return True
+    said = (event for event in read_lines(run.events) if event.get("event") == "stopped")
+    return any(event.get("role") == "generator" and event.get("attempt") == attempt for event in said)
 
 
 def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal: str | None = None) -> Failure:

@@ -2,24 +2,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
-import sys
-import threading
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from tests.rollout.rewards import functions
 from tests.rollout.serving import Handler, serving
 from vime.config import Data
 from vime.errors import UserError
 from vime.rollout.data.problem import Problem
-from vime.rollout.data.user_calls import MAX_ABANDONED, CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.data import user_calls
+from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls
 from vime.rollout.rewards.rules import choice, think_format
 from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
 
-HERE = "tests.rollout.rewards.test_rewards"
+HERE = "tests.rollout.rewards.functions"
 PROBLEM = Problem("q", "7", {"question": "q", "answer": "7", "metadata": {}})
 
 
@@ -28,14 +31,14 @@ def score(
     responses: list[str],
     timeout: float = 5.0,
     problem: Problem = PROBLEM,
-    threads: int = 8,
+    workers: int = 1,
     **data: Any,
 ) -> list[Any]:
     source = "reasoning_gym" if reward == "task" else "jsonl"
     made = Data.model_validate({"source": source, "path": "x.jsonl", "reward": reward, **data})
 
     async def run() -> list[Any]:
-        calls = UserCalls(threads)
+        calls = UserCalls(workers)
         scorer = Scorer(made, timeout, calls)
         try:
             found = await scorer.score(problem, [Answer(response, {"turns": 1}) for response in responses])
@@ -45,113 +48,6 @@ def score(
             calls.close()
 
     return asyncio.run(run())
-
-
-def some_missing(responses: list[str], answer: str) -> list[float | None]:
-    return [1.0 if response == answer else None for response in responses]
-
-
-def all_missing(responses: list[str]) -> None:
-    return None
-
-
-def short_list(responses: list[str]) -> list[float]:
-    return [1.0]
-
-
-def raises_for_one(response: str) -> float:
-    return 1 / len(response)
-
-
-async def async_length(response: str, record: dict[str, Any]) -> float:
-    await asyncio.sleep(0)
-    return len(response) + len(record)
-
-
-async def async_hangs(response: str) -> float:
-    await asyncio.sleep(60)
-    return 0.0
-
-
-def hangs(response: str) -> float:
-    time.sleep(60)
-    return 0.0
-
-
-def as_dict(response: str) -> dict[str, float]:
-    return {"accuracy": 0.5, "format": 1.0}
-
-
-def not_a_number(response: str) -> Any:
-    return {"nan": float("nan"), "text": "good"}[response]
-
-
-def times_out(response: str) -> float:
-    raise TimeoutError("my own")
-
-
-def exits(response: str) -> float:
-    sys.exit(3)
-
-
-async def async_exits(response: str) -> float:
-    sys.exit(4)
-
-
-def stops(response: str) -> float:
-    raise StopIteration("x")
-
-
-async def async_stops(response: str) -> float:
-    raise StopIteration("x")
-
-
-def interrupts(response: str) -> float:
-    raise KeyboardInterrupt
-
-
-def recurses(response: str) -> float:
-    return recurses(response)
-
-
-async def async_blocks(response: str) -> float:
-    time.sleep(60)
-    return 0.0
-
-
-class AsyncLength:
-    async def __call__(self, response: str) -> float:
-        return len(response)
-
-
-async_object = AsyncLength()
-
-
-def with_metadata(response: str, metadata: dict[str, Any]) -> float:
-    return len(response) + metadata["turns"]
-
-
-at_once = most_at_once = 0
-lock = threading.Lock()
-
-
-def counts_threads(response: str) -> float:
-    global at_once, most_at_once
-    with lock:
-        at_once += 1
-        most_at_once = max(most_at_once, at_once)
-    time.sleep(0.01)
-    with lock:
-        at_once -= 1
-    return 1.0
-
-
-def wants_more(response: str, tokens: int) -> float:
-    return 0.0
-
-
-def takes_nothing(prompt: str) -> float:
-    return 0.0
 
 
 def test_the_tasks_own_scorer() -> None:
@@ -208,9 +104,9 @@ def test_the_loop_of_async_functions_is_replaced_when_one_blocks_it() -> None:
     async def run() -> float:
         calls = UserCalls(1)
         with pytest.raises(CallFailed):
-            await calls.call("b", async_blocks, 0.1, "it", response="")
+            await calls.call("b", functions.async_blocks, 0.1, "it", response="")
         try:
-            return float(await calls.call("l", async_length, 5, "it", response="ab", record={}))
+            return float(await calls.call("l", functions.async_length, 5, "it", response="ab", record={}))
         finally:
             calls.close()
 
@@ -247,24 +143,77 @@ def test_a_traceback_is_printed_once_for_each_place(
     assert PROBLEM.uid in printed
 
 
-def test_threads_are_bounded() -> None:
-    global at_once, most_at_once
-    at_once = most_at_once = 0
-    assert score(f"{HERE}:counts_threads", ["x"] * 40, threads=3) == [1.0] * 40
-    assert most_at_once == 3
+def test_workers_are_bounded(tmp_path: Path) -> None:
+    noted = tmp_path / "spans"
+    problem = Problem("q", "", {"file": str(noted)})
+    assert score(f"{HERE}:notes_its_span", ["x"] * 12, problem=problem, workers=2) == [1.0] * 12
+    spans = [tuple(map(float, line.split())) for line in noted.read_text().splitlines()]
+    assert max(sum(start <= other < end for start, end, _ in spans) for other, _, _ in spans) == 2
+    assert len({pid for *_, pid in spans}) == 2
 
 
-def test_too_many_hanging_calls_end_the_run() -> None:
-    async def all_of_them() -> list[BaseException | None]:
-        calls = UserCalls(16)
-        jobs = [calls.call("m:f", hangs, 0.05, "it", response="") for _ in range(MAX_ABANDONED + 1)]
-        return await asyncio.gather(*jobs, return_exceptions=True)
+def test_a_call_that_cannot_be_interrupted_is_ended_with_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chaos 4: a regular expression that holds the interpreter's lock; the generator goes on."""
+    (reason,) = score(f"{HERE}:backtracks", ["x"], timeout=0.3)
+    assert reason == f"data.reward={HERE}:backtracks took more than 0.3 s"
+    assert "on sample 0 of prompt" in capsys.readouterr().err
 
-    failures = asyncio.run(all_of_them())
-    assert [type(f) for f in failures].count(CallTookTooLong) == MAX_ABANDONED
-    assert [str(f) for f in failures if isinstance(f, UserError)] == [
-        f"m:f: {MAX_ABANDONED} calls hang, each for more than its limit of 0.05 s"
-    ]
+
+def test_exiting_fails_the_sample_alone() -> None:
+    """Chaos 5."""
+    reason = f"data.reward={HERE}:leaves ended its worker process with exit code 0"
+    assert score(f"{HERE}:leaves", ["x", "y"]) == [reason] * 2
+
+
+def test_what_a_reward_starts_ends_with_its_call(tmp_path: Path) -> None:
+    """Chaos 19."""
+    noted = tmp_path / "pid"
+    assert score(f"{HERE}:forks", ["x"], problem=Problem("q", "", {"file": str(noted)})) == [1.0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+
+
+def test_workers_do_not_have_the_runs_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIME_RUN_TOKEN", "secret-token")
+    assert score(f"{HERE}:sees", ["x"]) == [1.0]
+
+
+def test_what_cannot_be_sent_fails_the_sample_and_names_the_key() -> None:
+    """Chaos 10."""
+    problem = Problem("q", "", {"good": 1, "bad": lambda: 0})
+    (reason,) = score(f"{HERE}:takes_record", ["x"], problem=problem)
+    assert reason.startswith(
+        f"data.reward={HERE}:takes_record was not called: record['bad'] cannot be sent to a worker"
+    )
+
+
+def test_an_async_reward_cannot_change_what_the_sample_keeps() -> None:
+    """Chaos 10: metadata that JSON cannot hold came from there."""
+    metadata = {"turns": 1}
+    data = Data.model_validate({"source": "jsonl", "path": "x", "reward": f"{HERE}:async_changes_metadata"})
+
+    async def run() -> None:
+        calls = UserCalls(1)
+        assert await Scorer(data, 5, calls).score(PROBLEM, [Answer("x", metadata)]) == [1.0]
+        calls.close()
+
+    asyncio.run(run())
+    assert metadata == {"turns": 1}
+
+
+def test_too_many_hanging_calls_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_calls, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(user_calls, "BLOCKED_SECONDS", 0.02)
+
+    async def all_of_them() -> None:
+        calls = UserCalls(1)
+        for _ in range(2):
+            with pytest.raises(CallTookTooLong):
+                await calls.call("m:f", functions.async_blocks, 0.02, "it", response="")
+        with pytest.raises(UserError, match=r"m:f: 2 calls hang, each for more than its limit of 0.02 s"):
+            await calls.call("m:f", functions.async_blocks, 0.02, "it", response="")
+
+    asyncio.run(all_of_them())
 
 
 def test_a_function_that_takes_no_response_is_refused() -> None:
@@ -379,6 +328,56 @@ def test_a_remote_answer_that_is_no_reward(answer: web.Response, text: str) -> N
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=answer.status, body=answer.body)
 
+    assert all(text in reason for reason in serve(handler))
+
+
+def test_a_remote_reward_goes_to_no_other_host() -> None:
+    """Chaos 12."""
+    seen: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        seen.append(await request.text())
+        return web.json_response(1)
+
+    async def run() -> list[Any]:
+        async with serving({"/": elsewhere}) as other:
+
+            async def handler(request: web.Request) -> web.Response:
+                return web.Response(status=307, headers={"Location": f"{other}/"})
+
+            return await asyncio.to_thread(serve, handler)
+
+    assert all("prompts and answers go to no other host" in reason for reason in asyncio.run(run()))
+    assert seen == []
+
+
+def test_a_remote_reward_follows_its_own_host() -> None:
+    async def run() -> list[Any]:
+        async def moved(request: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"Location": "/score/"})
+
+        async def handler(request: web.Request) -> web.Response:
+            return web.json_response(0.5)
+
+        async with serving({"/score": moved, "/score/": handler}) as url:
+            return await asyncio.to_thread(score, "remote", ["a"], reward_url=f"{url}/score")
+
+    assert asyncio.run(run()) == [0.5]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_remote_answer_is_read_within_bounds(packed: bool) -> None:
+    """Chaos 12: 800 MB in a gzip bomb; and one that is as long as it looks."""
+    bomb = gzip.compress(b"1" * (4 << 20))
+
+    async def handler(request: web.Request) -> web.Response:
+        return (
+            web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+            if packed
+            else web.Response(text="1" * (2 << 20))
+        )
+
+    text = "packed with gzip" if packed else "longer than 1048576 bytes"
     assert all(text in reason for reason in serve(handler))
 
 

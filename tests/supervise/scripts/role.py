@@ -1,7 +1,8 @@
 """A role for tests: says that it runs, then does what its arguments say.
 
 role.py serve                 listen on a port until it is ended
-role.py finish SECONDS        write metrics of 3 steps (rank 0 of the trainer), exit 0 after SECONDS
+role.py finish SECONDS        write metrics of 3 steps (rank 0 of the trainer), or that it is done (the generator), exit 0
+                              after SECONDS
 role.py fail SECONDS CODE     exit CODE
 role.py stubborn              as serve, and ignore TERM
 role.py daemon                as serve, with a grandchild in a session of its own that listens on another port
@@ -95,6 +96,10 @@ def main(what: str, arguments: list[str]) -> int:
                 for step in (1, 2, 3):
                     file.write(json.dumps({"step": step}) + "\n")
         time.sleep(float(arguments[0]))
+        if what == "finish" and NAME == "generator-0":
+            event = {"event": "stopped", "role": "generator", "attempt": int(os.environ["VIME_ATTEMPT"])}
+            with (RUN / "events.jsonl").open("a") as file:
+                file.write(json.dumps(event) + "\n")
         for line in range(60):
             print(f"line {line}", flush=True)
         return int(arguments[1]) if what == "fail" else 0

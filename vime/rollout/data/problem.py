@@ -18,6 +18,8 @@ class Problem:
     """The reference answer; empty when there is none."""
     record: dict[str, Any] = field(default_factory=dict)
     """The source's own record, handed on to scorers and formats."""
+    where: str = ""
+    """File and line, or what else names it to its owner; empty when nothing does."""
 
     @property
     def uid(self) -> str:

@@ -145,7 +145,7 @@ def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Pro
         raise UserError(f"{where}: half a character (a lone surrogate such as \\ud83d) cannot be tokenised") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {prompt_key!r} is not JSON: {error}") from error
-    return Problem(prompt, str(answer), record)
+    return Problem(prompt, str(answer), record, where)
 
 
 def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:

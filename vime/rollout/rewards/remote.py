@@ -11,6 +11,8 @@ from vime.run.http_client import BadResponse, RequestRefused, RetryingClient
 
 CONNECTIONS = 100
 """To a server that may not expect as many requests as a step has samples."""
+MAX_ANSWER = 1 << 20
+"""Bytes of an answer that are read."""
 
 
 class RemoteScorer:
@@ -27,7 +29,8 @@ class RemoteScorer:
         self._tries = tries
         self._timeout = timeout
         # Not the run's own traffic: the server may be behind a proxy. One bound in seconds holds, for all tries.
-        self._client = RetryingClient({}, 2 * timeout, math.inf, tries=tries, connections=CONNECTIONS, trust_env=True)
+        bounds: dict[str, Any] = {"tries": tries, "connections": CONNECTIONS, "max_answer": MAX_ANSWER}
+        self._client = RetryingClient({}, 2 * timeout, math.inf, trust_env=True, **bounds)
 
     async def score(self, **fields: Any) -> Any:
         """Raises TimeoutError, ConnectionError with the last reason, or ValueError for an answer that is no JSON."""
@@ -40,7 +43,7 @@ class RemoteScorer:
         except RequestRefused as error:
             raise ConnectionError(f"{self._url} answered status {error.status}: {error.text}") from error
         except BadResponse as error:
-            raise ValueError(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
+            raise ValueError(str(error)) from error
 
     async def close(self) -> None:
         """Drops the connections."""

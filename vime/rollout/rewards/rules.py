@@ -34,6 +34,11 @@ def exact(response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
+def is_letter(answer: str) -> bool:
+    """Whether a reference answer is one letter, such as "B" or "(B)"."""
+    return LONE.fullmatch(plain(answer)) is not None
+
+
 def choice(response: str, answer: str) -> float:
     """1.0 when the letter that the response settles on is the reference's, such as "B" or "(B)".
 
