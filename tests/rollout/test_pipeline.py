@@ -96,14 +96,14 @@ class Engine:
         ]
 
 
-def reward_of(response: str) -> float | None:
+async def reward_of(response: str) -> float | None:
     """Rewards for letters: none for n, an exception for x."""
     if response == "x":
         raise ValueError("no reward for x")
     return None if response == "n" else float(response == "g")
 
 
-def reward_group(responses: list[str]) -> list[float | None]:
+async def reward_group(responses: list[str]) -> list[float | None]:
     """The share of the group that differs; none for n."""
     return [None if r == "n" else sum(r != other for other in responses) / len(responses) for r in responses]
 
@@ -365,7 +365,7 @@ def test_filters_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
 filtered: list[str] = []
 
 
-def fails_on_odd(group: Group) -> bool:
+async def fails_on_odd(group: Group) -> bool:
     filtered.append(group.uid)
     if group.index % 2:
         raise ZeroDivisionError
@@ -425,7 +425,7 @@ def always_fails(**given: Any) -> Any:
 batches = 0
 
 
-def fails_on_the_first_batch(groups: list[Group]) -> list[bool]:
+async def fails_on_the_first_batch(groups: list[Group]) -> list[bool]:
     global batches
     batches += 1
     if batches <= 3:

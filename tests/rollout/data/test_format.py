@@ -156,7 +156,7 @@ def test_a_format_that_hangs_is_cut_off(tokenizer: Any, name: str, capsys: pytes
 attempts = 0
 
 
-def succeeds_at_last(record: dict[str, Any]) -> list[int]:
+async def succeeds_at_last(record: dict[str, Any]) -> list[int]:
     global attempts
     attempts += 1
     if attempts < 3:

@@ -16,8 +16,8 @@ from tests.rollout.rewards import functions
 from tests.rollout.serving import Handler, serving
 from vime.config import Data
 from vime.errors import UserError
-from vime.rollout.data.problem import Problem
 from vime.rollout.data import user_calls
+from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls
 from vime.rollout.rewards.rules import choice, think_format
 from vime.rollout.rewards.scorer import Answer, Scorer, Unscored

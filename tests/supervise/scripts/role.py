@@ -1,8 +1,7 @@
 """A role for tests: says that it runs, then does what its arguments say.
 
 role.py serve                 listen on a port until it is ended
-role.py finish SECONDS        write metrics of 3 steps (rank 0 of the trainer), or that it is done (the generator), exit 0
-                              after SECONDS
+role.py finish SECONDS        exit 0 after SECONDS; trainer 0 writes metrics of 3 steps, the generator that it is done
 role.py fail SECONDS CODE     exit CODE
 role.py stubborn              as serve, and ignore TERM
 role.py daemon                as serve, with a grandchild in a session of its own that listens on another port

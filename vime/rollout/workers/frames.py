@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
-from asyncio import StreamReader
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader  # slow to import, and a worker has no event loop
 
 HEAD = struct.Struct(">I")
 MAX_REPLY = 64 << 20
