@@ -38,6 +38,8 @@ class Filters:
         self._timeout, self._tries = rollout.reward_timeout, rollout.tries
         self._calls = calls
         self._group_name, self._batch_name = rollout.group_filter, rollout.batch_filter
+        if self._group_name or self._batch_name:
+            calls.import_for_calls(Group.__module__)
         self._group: Callable[..., Any] | None = None
         self._batch: Callable[..., Any] | None = None
         self._takes: list[str] = []

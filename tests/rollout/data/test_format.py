@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vime.config import Data, Rollout, TinyModel
@@ -14,7 +13,7 @@ from vime.rollout.data.format import FormatFailed, answer_ids, load_tokenizer, m
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import UserCalls
 
-HERE = "tests.rollout.data.test_format"
+HERE = "tests.rollout.data.formats"
 
 
 @pytest.fixture(scope="module")
@@ -86,33 +85,12 @@ def test_text_has_a_bos_only_when_asked(adding_bos: Any, tokenizer: Any) -> None
         rendered(Data(format="text"), tokenizer, Problem([{"role": "user", "content": "hi"}], ""))
 
 
-def letters(record: dict[str, Any], tokenizer: Any) -> list[int]:
-    return [tokenizer.convert_tokens_to_ids(letter) for letter in record["word"]]
-
-
-def out_of_range(record: dict[str, Any], tokenizer: Any) -> list[int]:
-    return [len(tokenizer)]
-
-
 def test_a_format_of_the_users(tokenizer: Any) -> None:
     problem = Problem("unused", "", {"word": "ab"})
     for name in ("letters", "letters_awaited", "letters_of_numpy"):
         assert rendered(Data(format=f"{HERE}:{name}"), tokenizer, problem) == answer_ids("ab", tokenizer)
     with pytest.raises(UserError, match=f"data.format={HERE}:of_other_arguments asks for 'text'; there are record"):
         rendered(Data(format=f"{HERE}:of_other_arguments"), tokenizer, problem)
-
-
-async def letters_awaited(tokenizer: Any, record: dict[str, Any]) -> list[int]:
-    await asyncio.sleep(0)
-    return letters(record, tokenizer)
-
-
-def letters_of_numpy(**given: Any) -> Any:
-    return np.array(letters(**given))
-
-
-def of_other_arguments(text: str) -> list[int]:
-    return []
 
 
 @pytest.mark.parametrize("returned", [None, [], "ab", [1.5], {"input_ids": [1]}, [-1], [1 << 20], 7, [[1]]])
@@ -122,25 +100,6 @@ def test_what_is_no_list_of_token_ids_fails_this_prompt_alone(tokenizer: Any, re
     with pytest.raises(FormatFailed, match=text):
         rendered(data, tokenizer, Problem("q", "", {"returned": returned}))
     assert rendered(data, tokenizer, Problem("q", "", {"returned": [3, 4]})) == [3, 4]
-
-
-def as_recorded(record: dict[str, Any]) -> Any:
-    return record["returned"]
-
-
-def hangs(record: dict[str, Any]) -> list[int]:
-    time.sleep(60)
-    return [1]
-
-
-async def waits_for_ever(record: dict[str, Any]) -> list[int]:
-    await asyncio.sleep(60)
-    return [1]
-
-
-async def blocks(record: dict[str, Any]) -> list[int]:
-    time.sleep(60)
-    return [1]
 
 
 @pytest.mark.parametrize("name", ["hangs", "waits_for_ever", "blocks"])
@@ -170,12 +129,10 @@ def test_a_format_that_raises_is_tried_again(tokenizer: Any) -> None:
         attempts = 0
         expected = nullcontext() if tries == 3 else pytest.raises(FormatFailed, match="OSError: not now, on prompt")
         with expected:
-            assert rendered(Data(format=f"{HERE}:succeeds_at_last"), tokenizer, Problem("q", ""), tries=tries) == [1]
+            assert rendered(Data(format=f"{__name__}:succeeds_at_last"), tokenizer, Problem("q", ""), tries=tries) == [
+                1
+            ]
         assert attempts == tries
-
-
-def changes_its_tokenizer(record: dict[str, Any], tokenizer: Any) -> list[int]:
-    return list(tokenizer("abcdef", truncation=True, max_length=2, add_special_tokens=False)["input_ids"])
 
 
 def test_a_format_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
@@ -226,7 +183,3 @@ def test_an_error_of_a_format_names_the_prompt(tokenizer: Any) -> None:
     data = Data(format=f"{HERE}:broken")
     with pytest.raises(FormatFailed, match=f"{HERE}:broken raised KeyError: 'x', on prompt [0-9a-f]{{16}}, 'what is'"):
         rendered(data, tokenizer, Problem("what is", ""))
-
-
-def broken(record: dict[str, Any], tokenizer: Any) -> list[int]:
-    return [record["x"]]

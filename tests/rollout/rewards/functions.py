@@ -145,3 +145,14 @@ def takes_record(response: str, record: dict[str, Any]) -> float:
 
 def takes_nothing(prompt: str) -> float:
     return 0.0
+
+
+def runs(code: str) -> str:
+    """What an evaluator would do with hostile text."""
+    import socket  # noqa: F401
+
+    return repr(eval(code))  # noqa: S307 - that is the test
+
+
+def backtracks_on(response: str) -> float:
+    return backtracks(response) if response == "a" else 1.0

@@ -61,6 +61,10 @@ class UserCalls:
         """Arguments of every call of the blocking function `name`, which are sent to each worker once."""
         self._workers.constants[name] = constants
 
+    def import_for_calls(self, module: str) -> None:
+        """Has a module in each worker from the start, such as that of the arguments' types. Before the first call."""
+        self._workers.prepare.append(("importlib:import_module", {"name": module}))
+
     async def call(
         self,
         name: str,

@@ -136,8 +136,7 @@ def _name_bits(name: str, symbols: bool) -> float:
 
 def _operation_bits(node: ast.BinOp, symbols: bool) -> float:
     left, right = _bits(node.left, symbols), _bits(node.right, symbols)
-    if not symbols and any(isinstance(child, ast.Constant | _COLLECTIONS) and not _is_number(child)
-                           for child in (node.left, node.right)):  # fmt: skip
+    if not symbols and not all(_may_be_number(child) for child in (node.left, node.right)):
         raise Refused("arithmetic with what is no number")  # "a" * 10**9
     match node.op:
         case ast.Add() | ast.Sub():
@@ -153,8 +152,10 @@ def _operation_bits(node: ast.BinOp, symbols: bool) -> float:
             raise Refused(f"{type(node.op).__name__} in an expression")
 
 
-def _is_number(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+def _may_be_number(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float)
+    return not isinstance(node, _COLLECTIONS)
 
 
 def _bounded(bits: float) -> float:

@@ -114,6 +114,7 @@ class Workers:
         """Ends the workers and what they have started."""
         if self._news is not None:
             self._news.cancel()
+            self._news = None
         for process in self._alive.values():
             process.writer.transport.abort()
         self._alive.clear()
