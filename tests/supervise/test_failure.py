@@ -11,7 +11,16 @@ from vime.config.cluster import Cluster, Slurm
 from vime.run.directory import RunDir, Status
 from vime.slurm.allocation import Allocation
 from vime.supervise.commands import Command
-from vime.supervise.failure import SILENCE, describe_silent, first_cause, silent_ranks, stop_outcome, tail
+from vime.supervise.failure import (
+    SILENCE,
+    describe,
+    describe_silent,
+    finished,
+    first_cause,
+    silent_ranks,
+    stop_outcome,
+    tail,
+)
 from vime.supervise.processes import End
 from vime.supervise.stop_signals import Stopped
 
@@ -44,6 +53,20 @@ def test_the_tail_of_a_log_is_its_last_lines_whatever_the_bytes(tmp_path: Path) 
     assert tail(log)[-2:] == ["line 99999", "\ufffd torn"]
     assert len(tail(log)) == 40
     assert tail(tmp_path / "none") == []
+
+
+def test_a_generator_that_exits_0_has_finished_only_when_it_said_so(tmp_path: Path) -> None:
+    """Chaos 5: os._exit(0) in what runs in it."""
+    run, end = RunDir(tmp_path), _end("generator", 1.0, 0)
+    lines = [
+        '{"event": "stopped", "role": "engine", "attempt": 2}',
+        '{"event": "stopped", "role": "generator", "attempt": 1}',
+    ]
+    run.events.write_text("\n".join(lines) + "\n")
+    assert not finished(end, run, 2)
+    assert describe(end).tail[-1].startswith("generator-0 exited 0 before its work was done")
+    assert finished(end, run, 1)
+    assert finished(_end("trainer", 1.0, 0), run, 2)
 
 
 def test_what_a_stop_signal_means(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vime.errors import UserError
 from vime.rollout.data import user_calls
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls
+from vime.rollout.rewards.references import check_references
 from vime.rollout.rewards.rules import choice, think_format
 from vime.rollout.rewards.scorer import Answer, Scorer, Unscored
 
@@ -241,28 +242,40 @@ def test_a_reference_that_cannot_be_read_is_not_a_wrong_answer() -> None:
     assert "finds no expression in the reference answer '?'" in reason
 
 
+SETTLED = [
+    "B", "(B).", "B\n", "**B**", "[B]", '"B"', "B:", "(B) twelve", "B) twelve", "B. twelve", "Reasoning about A.\n\nB",
+    "The answer is: B", "**Answer:** B", r"\boxed{(B)}", r"\boxed{\textbf{(B)}}", "Answer: $B$",
+    "The answer is B, not option A.", "<think>maybe the answer is A</think>\n**B**", "I think that the answer is (B).",
+    "First option A, no: **Answer: B**", r"so \boxed{B}", r"so \boxed{\text{B}} indeed", "B is the answer",
+    "(B) is correct.", "Option B", "I choose option (B).", "Final Answer: B", "The correct answer is **B**.",
+    "The correct option is B", r"$\boxed{B}$", r"\boxed{B) 12}", r"\boxed{\text{B. } 12}", r"\fbox{B}", "ANSWER: B",
+    "answer: (B)", "Answer - B", "The answer is option B", "The answer would be B.", "Answer:\n\n**B**", "My choice: B",
+    "the answer must be (B) because A is wrong", r"So, the final answer is $\text{B}$", 'The answer is "B"',
+    "Therefore the answer is: **(B) twelve**", r"The answer is $\boxed{\text{(B)}}$", "<answer>B</answer>", "Answer B",
+    "The best answer is B", "The answer is choice B.", "The answer is the letter B", "Correct answer: B",
+    "It is A. Wait, no. The answer is B.", "The answer is A. No, the answer is B.", r"\boxed{A} no: \boxed{B}",
+    "The answer, I think, is B.", "Answer = B", "The answer is _B_", "Thus, B is the correct answer.",
+    "**Final Answer**\n\n\\boxed{B}", r"\(\boxed{B}\)", "Answer: B)", "The answer is (B): twelve",
+    r"\boxed{B}, not A. Answer: A",
+]  # fmt: skip
+UNSETTLED = [
+    "", "The answer is a matter of taste", "Both A and B hold", "the answer is Bananas", "The answer is A or B",
+    "Answer: A, B, C, D", "(A) ten\n(B) twelve", "I am unsure", "The answer is not B", "Answer: A/B", r"\boxed{A, B}",
+    "A lot of text.", "The answer is I think unknown", "<think>The answer is B</think>",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        ("B", "B"),
-        ("(C).", "C"),
-        ("I think that the answer is (D).", "D"),
-        ("First option A, no: **Answer: B**", "B"),
-        ("so \\boxed{C}", "C"),
-        ("so \\boxed{\\text{C}} indeed", "C"),
-        ("The answer is a matter of taste", None),
-        ("Both A and B hold", None),
-        ("Reasoning about A.\n\nB", "B"),
-        ("the answer is Bananas", None),
-        ("", None),
-    ],
+    ("responses", "letter"),
+    [(SETTLED, "B"), (UNSETTLED, None), (["so \\boxed{C}", "(D)"], None)],
+    ids=["B", "none", "other"],
 )
-def test_choice(response: str, letter: str | None) -> None:
-    for reference in "ABCD":
-        assert choice(response, reference) == (reference == letter)
-        assert choice(response, f" ({reference}) ") == (reference == letter)
+def test_choice(responses: list[str], letter: str | None) -> None:
+    for response in responses:
+        assert choice(response, "B") == (letter == "B"), response
+        assert choice(response, r" $\text{(B)}$ ") == (letter == "B"), response
     with pytest.raises(ValueError, match="is not one letter"):
-        choice(response, "42")
+        choice("B", "42")
 
 
 def test_format() -> None:
@@ -389,3 +402,40 @@ def test_a_remote_server_that_hangs_or_is_not_there() -> None:
     assert all("it took more than rollout.reward_timeout=0.3 s" in reason for reason in serve(handler, timeout=0.3))
     (reason,) = score("remote", ["a"], reward_url="http://127.0.0.1:9/score")
     assert "failed 3 times, at last: ClientConnectorError" in reason
+
+
+def test_malformed_responses_are_wrong_and_not_unscored() -> None:
+    """prime_factorization, boxnet and game_of_life raise on them."""
+    import reasoning_gym
+
+    malformed = ["", "abc", "[1,", "None", "[1, 2, 3]", "{}", "12", "\u00b2"]
+    for task in ("prime_factorization", "boxnet", "game_of_life"):
+        entry = dict(reasoning_gym.create_dataset(task, size=1, seed=1)[0])
+        rewards = score("task", malformed, problem=Problem("q", "", entry), task=task)
+        assert all(isinstance(reward, float) and reward <= 0.01 for reward in rewards), (task, rewards)
+
+
+@pytest.mark.parametrize("answers", [["12", "?", r"\frac12", " "], ["?", ""]])
+def test_references_that_cannot_be_read_are_named_at_the_start(
+    answers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [Problem(f"q{i}", answer, {}, f"a.jsonl:{i + 1}") for i, answer in enumerate(answers)]
+    data = Data.model_validate({"source": "jsonl", "path": "x", "reward": "math_verify"})
+    events: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        calls = UserCalls(1)
+        try:
+            await check_references(data, problems, calls, lambda event, **given: events.append(given), "data")
+        finally:
+            calls.close()
+
+    if "12" not in answers:
+        with pytest.raises(UserError, match=r"cannot read 2 of 2 reference answers: a.jsonl:1 \('\?'\), a.jsonl:2"):
+            asyncio.run(run())
+        return
+    asyncio.run(run())
+    assert events == [
+        {"dataset": "data", "unread": 2, "references": 4, "shown": ["a.jsonl:2 ('?')", "a.jsonl:4 (' ')"]}
+    ]
+    assert "cannot read 2 of 4 reference answers" in capsys.readouterr().err
