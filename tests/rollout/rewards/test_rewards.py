@@ -412,7 +412,7 @@ def test_malformed_responses_are_wrong_and_not_unscored() -> None:
     for task in ("prime_factorization", "boxnet", "game_of_life"):
         entry = dict(reasoning_gym.create_dataset(task, size=1, seed=1)[0])
         rewards = score("task", malformed, problem=Problem("q", "", entry), task=task)
-        assert all(isinstance(reward, float) and reward <= 0.01 for reward in rewards), (task, rewards)
+        assert all(isinstance(reward, float) and reward < 0.1 for reward in rewards), (task, rewards)
 
 
 @pytest.mark.parametrize("answers", [["12", "?", r"\frac12", " "], ["?", ""]])

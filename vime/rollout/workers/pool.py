@@ -7,6 +7,7 @@ are there stay, with what they have loaded. All belong to the event loop that ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -116,7 +117,8 @@ class Workers:
             self._news.cancel()
             self._news = None
         for process in self._alive.values():
-            process.writer.transport.abort()
+            with contextlib.suppress(RuntimeError):  # its event loop is closed, and with it the connection
+                process.writer.transport.abort()
         self._alive.clear()
         self._idle.clear()
         if self._control is not None:
