@@ -172,7 +172,8 @@ def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:
 
 
 def _collecting(function: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
-    """`function`, a generator or not, async or not, so that what it gives is put into `records` one after the other."""
+    """`function`, a generator or not, async or not, as one that puts what it gives into `records`: one after the other,
+    and in this process."""
 
     async def awaited(**given: Any) -> None:
         records.extend(await function(**given))
@@ -181,7 +182,7 @@ def _collecting(function: Callable[..., Any], records: list[Any]) -> Callable[..
         async for record in function(**given):
             records.append(record)
 
-    def returned(**given: Any) -> None:
+    async def returned(**given: Any) -> None:
         for record in function(**given):
             records.append(record)
 
