@@ -18,7 +18,7 @@ class Problem:
     """The reference answer; empty when there is none."""
     record: dict[str, Any] = field(default_factory=dict)
     """The source's own record, handed on to scorers and formats."""
-    where: str = ""
+    where: str = field(default="", compare=False)
     """File and line, or what else names it to its owner; empty when nothing does."""
 
     @property
