@@ -14,10 +14,13 @@ from pydantic import BaseModel, ValidationError
 
 from vime.config import Cluster, Config, Model, yaml_file
 from vime.config.explain import dotted, explain, place_of, real_path
+from vime.config.file_kind import HEAD, file_kind, read_regular
 from vime.config.yaml_file import KeyPath, Place
 from vime.errors import UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_CONFIG = 16 << 20
+"""Bytes of a model's config.json."""
 S = TypeVar("S", bound=BaseModel)
 Check = Callable[[Config], object]
 """What else must accept a configuration, from above: it raises UserError, to which the place is added."""
@@ -262,3 +265,16 @@ def _check_files(config: Config, places: dict[KeyPath, Place]) -> None:
     for key, folder in (model | config.algorithm.folders).items():
         if not folder.is_dir():
             raise UserError(f"{places.get(tuple(key.split('.')), key)}: {key}: there is no folder {folder}")
+        _check_kind(folder / "config.json", key)
+
+
+def _check_kind(file: Path, key: str) -> None:
+    """Name what a model's config.json is when it is something else, before it is read as JSON."""
+    try:
+        seems = file_kind(read_regular(file, MAX_CONFIG)[:HEAD])
+    except FileNotFoundError:
+        return  # its reader says what that means
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {file}: {error.strerror}") from None
+    if seems is not None:
+        raise UserError(f"{key}: {file} is {seems}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from vime.config import Config, Data
 from vime.errors import UserError, did_you_mean
 from vime.models.family import family, read_shape
+from vime.models.hf_check import check_tokenizer, check_weights
 from vime.models.shape import shape_of
 from vime.rollout.data.sources import check_task, read_jsonl
 
@@ -23,6 +24,11 @@ def check_ready(config: Config) -> None:
         raise UserError(f"model.path is not set: give the folder{named}, model.path=FOLDER{download}")
     if data.source == "jsonl" and data.path is None:
         raise UserError(f"data.path is not set: give the JSONL file of {data.name}, data.path=FILE")
+    if model.path is not None:
+        check_weights(model.path, "model.path")
+        check_tokenizer(model.path, "model.path", load=not _contained(config))
+    for key, folder in config.algorithm.folders.items():
+        check_weights(folder, key)
     shape = shape_of(model)
     assert shape.family is not None, "a folder and a tiny model have one"
     if shape.tied_embeddings and config.rollout.engines and not family(shape.family, "model").engine_ties:
@@ -45,7 +51,7 @@ MAX_BYTES = 64 << 20
 def check_data(config: Config) -> None:
     """Refuse what the generator would refuse a minute later. Raises UserError with one line."""
     data, rollout = config.data, config.rollout
-    contained = config.cluster.scheduler == "slurm" and config.cluster.container.kind != "none"
+    contained = _contained(config)
     for field, path in (
         ("data.source", data.source),
         ("data.format", data.format),
@@ -108,6 +114,11 @@ def top_level_names(source: bytes) -> set[str] | None:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("globals", "setattr"):
             return None
     return None if names & {"*", "__getattr__"} else names
+
+
+def _contained(config: Config) -> bool:
+    """Whether roles see other packages than this process: those of a container."""
+    return config.cluster.scheduler == "slurm" and config.cluster.container.kind != "none"
 
 
 def _check_file(path: Path, data: Data) -> None:

@@ -23,10 +23,31 @@ class Problem:
 
     @property
     def uid(self) -> str:
-        """Identity of the prompt: a hash of what is asked, the same in every run and on every machine."""
+        """Identity of the prompt: a hash of what is asked, the same in every run and on every machine.
+
+        Other problems may have the same prompt, so it tells held-out prompts from trained ones, not problems apart.
+        """
         asked = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that a format or scorer sees: prompt, answer and record."""
+        seen = [self.prompt, self.answer, _without_place(self.record)]
+        # A source of the user's may put anything into a record.
+        return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
     def held_out(self, share: float) -> bool:
         """Whether it belongs to the `share` of all problems that is never trained on."""
         return int(self.uid, 16) < share * 2**64
+
+
+_PLACE = ("source_dataset", "source_index")
+"""What reasoning_gym's metadata says of where a problem was drawn, which is no part of the problem."""
+
+
+def _without_place(record: dict[str, Any]) -> dict[str, Any]:
+    metadata = record.get("metadata")
+    if not isinstance(metadata, dict):
+        return record
+    return {**record, "metadata": {key: value for key, value in metadata.items() if key not in _PLACE}}

@@ -20,14 +20,28 @@ from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls,
 
 @dataclass(frozen=True)
 class Problems:
-    """The problems of a run, each once, the held-out ones apart."""
+    """The problems of a run, each once, the held-out ones apart. No prompt is on both sides."""
 
     training: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
+    repeated: int = 0
+    """Records left out because another is the same in prompt, answer and all else."""
+    also_held_out: int = 0
+    """Training records left out because data.eval_path asks the same prompt."""
+
+    @property
+    def left_out(self) -> str:
+        """What was left out, in words; empty when nothing was."""
+        parts = []
+        if self.repeated:
+            parts.append(f"{self.repeated} records that repeat another whole")
+        if self.also_held_out:
+            parts.append(f"{self.also_held_out} training records whose prompt is in data.eval_path")
+        return " and ".join(parts)
 
 
 def load_problems(data: Data, seed: int, timeout: float) -> Problems:
-    """All problems of `data`. A question that comes twice is kept once, so that it cannot be on both sides.
+    """All problems of `data`. A record that comes twice is kept once; records of one prompt are on one side.
 
     timeout: seconds that a source of the user's may take. Not to be called from an event loop.
     Raises UserError when a file, task or source is wrong, or when nothing is left for training.
@@ -40,22 +54,28 @@ def load_problems(data: Data, seed: int, timeout: float) -> Problems:
     else:
         found = _custom(data, seed, timeout)
     unique = _unique(found)
+    repeated, also_held_out = len(found) - len(unique), 0
     if data.source == "jsonl" and data.eval_path is not None:
-        held_out = _unique(read_jsonl(data.eval_path, data.prompt_key, data.answer_key))
+        given = read_jsonl(data.eval_path, data.prompt_key, data.answer_key)
+        held_out = _unique(given)
+        repeated += len(given) - len(held_out)
         known = {problem.uid for problem in held_out}
         training = [problem for problem in unique if problem.uid not in known]
+        also_held_out = len(unique) - len(training)
     else:
         held_out = [problem for problem in unique if problem.held_out(data.held_out)]
         training = [problem for problem in unique if not problem.held_out(data.held_out)]
     if not training:
+        prompts = len({problem.uid for problem in unique})
         raise UserError(
-            f"data: {len(unique)} different problems, and none is left for training; add some or lower data.held_out"
+            f"data: {len(unique)} different problems of {prompts} prompts, and none is left for training; add some or"
+            " lower data.held_out"
         )
-    return Problems(tuple(training), tuple(held_out))
+    return Problems(tuple(training), tuple(held_out), repeated, also_held_out)
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:
-    return list({problem.uid: problem for problem in reversed(problems)}.values())[::-1]
+    return list({problem.identity: problem for problem in reversed(problems)}.values())[::-1]
 
 
 def _reasoning_gym(data: Data, seed: int) -> list[Problem]:
