@@ -12,8 +12,10 @@ from rich.table import Table
 
 from vime.config import Config
 from vime.config.time_limit import text as time_text
+from vime.launch.checks import MAX_BYTES
 from vime.plan.memory import checkpoint_gb, memory_of, parts_text
 from vime.plan.plan import Component, Plan, Process, RolePlan
+from vime.rollout.data.sources import load_problems
 from vime.slurm.node_list import compress
 from vime.slurm.script import batch_command, sbatch_text
 from vime.supervise.attempt import save_time
@@ -174,6 +176,17 @@ def _component(component: Component) -> str:
     return words
 
 
+def _data_lines(config: Config) -> list[str]:
+    """How many problems a JSONL file holds, and what of it is left out. A file too large to read now gets no line."""
+    data = config.data
+    if data.source != "jsonl" or data.path is None or data.path.stat().st_size > MAX_BYTES:
+        return []
+    problems = load_problems(data, config.run.seed, 0)
+    counts = f"{len(problems.training):,} problems, {len(problems.held_out):,} held out"
+    left_out = [f"           left out: {problems.left_out}"] if problems.left_out else []
+    return [f"data       {data.path}: {counts}", *left_out]
+
+
 def _lines(config: Config, plan: Plan) -> list[str]:
     training, rollout = config.training, config.rollout
     model = str(config.model.path or config.model.name or "a published model")
@@ -196,6 +209,7 @@ def _lines(config: Config, plan: Plan) -> list[str]:
         f"model      {model}",
         f"algorithm  {algorithm.name}, {training.steps} steps of"
         f" {rollout.prompts_per_step} x {rollout.samples_per_prompt} = {plan.samples_per_step} samples",
+        *_data_lines(config),
         *teacher,
         f"trainer    {training.ranks} ranks = data parallel {plan.data_parallel} x tensor parallel {split},"
         f" {training.dtype}",

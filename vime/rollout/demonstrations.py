@@ -14,11 +14,11 @@ import numpy as np
 from vime.buffer.control import Control
 from vime.buffer.sample import Group, Sample
 from vime.buffer.writer import BufferWriter
-from vime.config import Config, Demonstrations
+from vime.config import Config, Data, Demonstrations
 from vime.config.compose import load_resolved
 from vime.errors import UserError
-from vime.rollout.data.format import Format, answer_ids, load_tokenizer, make_format, probe_format
-from vime.rollout.data.sources import Problems, load_problems
+from vime.rollout.data.format import Format, answer_end, answer_ids, load_tokenizer, make_format, probe_format
+from vime.rollout.data.sources import Problems, load_problems, started_facts
 from vime.rollout.data.user_calls import UserCalls, worker_count
 from vime.rollout.generator import read_start
 from vime.rollout.limits import Limits, read_limits
@@ -47,10 +47,10 @@ async def _write_batches(
     role: Role, config: Config, limits: Limits, tokenizer: Any, render: Format, problems: Problems
 ) -> None:
     run_dir = RunDir(role.run_dir)
-    end = end_token(tokenizer, limits)
+    end = end_token(config.data, tokenizer, limits)
     await probe_format(render, problems.training)
     report = partial(run_dir.append_event, role)
-    report("started", problems=len(problems.training), held_out=len(problems.held_out))
+    report("started", **started_facts(problems))
     control = Control.connect(role, config.cluster.startup_timeout)
     start = read_start(control, config.cluster.startup_timeout)
     writer = BufferWriter(run_dir, control, config.buffer)
@@ -72,8 +72,14 @@ async def _write_batches(
     report("stopped")
 
 
-def end_token(tokenizer: Any, limits: Limits) -> int:
-    """The token that an answer ends with: one of those at which generation will stop."""
+def end_token(data: Data, tokenizer: Any, limits: Limits) -> int:
+    """The token that an answer ends with: the chat template's, else the tokenizer's end of a sequence.
+
+    Raises UserError when generation would not stop at it.
+    """
+    of_template = answer_end(data, tokenizer, limits.stop_token_ids)
+    if of_template is not None:
+        return of_template
     end = tokenizer.eos_token_id
     if end not in limits.stop_token_ids:
         raise UserError(

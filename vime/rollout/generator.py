@@ -21,8 +21,8 @@ from vime.errors import UserError
 from vime.models.family import read_shape
 from vime.models.routing import replayed_routing
 from vime.rollout.client import RolloutClient, Sampling
-from vime.rollout.data.format import Turns, load_tokenizer, make_format, probe_format
-from vime.rollout.data.sources import load_problems
+from vime.rollout.data.format import Turns, answer_end, load_tokenizer, make_format, probe_format
+from vime.rollout.data.sources import load_problems, started_facts
 from vime.rollout.data.user_calls import UserCalls, worker_count
 from vime.rollout.evaluate import EvaluationTask, evaluate, evaluated_versions, evaluation_due, evaluation_tasks
 from vime.rollout.filters import Filters
@@ -71,6 +71,7 @@ class Generator:
         self.tokenizer = load_tokenizer(role.model)
         self.calls = UserCalls(worker_count(config.rollout.reward_workers))
         self.render = make_format(config.data, self.tokenizer, config.rollout, self.calls)
+        answer_end(config.data, self.tokenizer, self.limits.stop_token_ids)
         self.problems = load_problems(config.data, config.run.seed, config.cluster.startup_timeout)
         self.scorer = Scorer(config.data, config.rollout.reward_timeout, self.calls)
         self.evaluations: list[EvaluationTask] = []
@@ -86,7 +87,7 @@ class Generator:
         """From the first step that the trainers need to the evaluation of the last version."""
         try:
             await self._prepare()
-            self.report("started", problems=len(self.problems.training), held_out=len(self.problems.held_out))
+            self.report("started", **started_facts(self.problems))
             async with self._teacher() as teacher:
                 if teacher is not None:
                     await teacher.check(read_shape(self.role.model).vocabulary, self.limits.context)

@@ -9,7 +9,7 @@ import pytest
 from vime.config import Data, Rollout, TinyModel
 from vime.errors import UserError
 from vime.models.tiny import make_tiny
-from vime.rollout.data.format import FormatFailed, answer_ids, load_tokenizer, make_format, probe_format
+from vime.rollout.data.format import FormatFailed, answer_end, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import UserCalls
 
@@ -159,6 +159,85 @@ def test_a_format_that_fails_everywhere_is_refused_at_the_start(tokenizer: Any, 
 def test_messages_go_through_the_template(tokenizer: Any) -> None:
     messages = Problem([{"role": "user", "content": "1"}], "")
     assert rendered(Data(), tokenizer, messages) == rendered(Data(), tokenizer, Problem("1", ""))
+
+
+STRINGS_ONLY = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant', 'tool') and m.content is string %}"
+    "{{ '<|user|>' + (m.content | trim) }}{% else %}{{ '<|user|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["human", "User"])
+def test_a_message_that_the_template_drops_is_refused_with_its_line(tokenizer: Any, role: str) -> None:
+    tokenizer.chat_template = STRINGS_ONLY
+    messages = [{"role": "system", "content": "be brief"}, {"role": role, "content": "what is 2 + 2?"}]
+    with pytest.raises(UserError, match=rf"leaves out the text of message 1 of role '{role}' of train.jsonl:7 \("):
+        rendered(Data(), tokenizer, Problem(messages, "4", where="train.jsonl:7"))
+
+
+def test_what_a_template_trims_is_not_lost(tokenizer: Any) -> None:
+    tokenizer.chat_template = STRINGS_ONLY
+    messages = [
+        {"role": "user", "content": " a\n"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "a"},
+    ]
+    assert rendered(Data(), tokenizer, Problem(messages, "1"))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    assert tokenizer.decode(rendered(Data(), tokenizer, Problem(messages, "1"))) == "aba"
+    moved = [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    tokenizer.chat_template = "s{{ messages[0].content }}{{ messages[2].content }}"
+    assert tokenizer.decode(rendered(Data(), tokenizer, Problem(moved, "1"))) == "sab"
+
+
+def test_a_conversation_of_each_kind_is_rendered_at_the_start(tokenizer: Any) -> None:
+    """The one bad record among many lies where no probe looks."""
+    tokenizer.chat_template = STRINGS_ONLY
+    problems = [Problem([{"role": "user", "content": str(i)}], "", where=f"f:{i}") for i in range(100)]
+    problems[51] = Problem([{"role": "human", "content": "51"}], "", where="f:51")
+
+    async def run() -> None:
+        await probe_format(make_format(Data(), tokenizer, Rollout(), UserCalls(1)), problems)
+
+    with pytest.raises(UserError, match=r"role 'human' of f:51"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("after", "stops", "end"),
+    [
+        ("<|end|>", ["<|end|>"], "<|end|>"),
+        ("\n<|end|>\n", ["<|end|>", "<|pad|>"], "<|end|>"),
+        ("", ["<|user|>"], "<|user|>"),
+        ("<|end|>", ["<|pad|>"], None),
+        ("<|reserved_1|>", ["<|end|>"], None),
+        ("[/ANSWER]", ["<|end|>"], None),
+        ("", ["<|end|>"], None),
+    ],
+)
+def test_what_ends_an_answer_must_end_a_response(tokenizer: Any, after: str, stops: list[str], end: str | None) -> None:
+    """A base model's tokenizer with a chat template of another: nothing but the limit would end a response."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}"
+        "{{ '" + after.replace("\n", "\\n") + "' }}{% endif %}{% endfor %}"
+    )
+    ids = tokenizer.convert_tokens_to_ids(stops)
+    if end is not None:
+        assert answer_end(Data(), tokenizer, ids) == tokenizer.convert_tokens_to_ids(end)
+        return
+    with pytest.raises(
+        UserError, match=r"the chat template ends an answer with '.*' \(token \d+\), and a response ends"
+    ):
+        answer_end(Data(), tokenizer, ids)
+    assert answer_end(Data(format="text"), tokenizer, ids) is None
+
+
+def test_a_template_that_says_nothing_of_an_end_leaves_it_to_the_tokenizer(tokenizer: Any) -> None:
+    for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        tokenizer.chat_template = template
+        assert answer_end(Data(), tokenizer, [0]) is None
+    tokenizer.chat_template = "{{ raise_exception('no assistant here') }}"
+    assert answer_end(Data(), tokenizer, [0]) is None
 
 
 def test_tools_and_a_thinking_switch_reach_the_chat_template(tokenizer: Any) -> None:

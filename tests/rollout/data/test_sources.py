@@ -1,4 +1,6 @@
 import asyncio
+import gzip
+import json
 import subprocess
 import sys
 import time
@@ -44,6 +46,39 @@ def test_jsonl_is_read_as_a_person_means_it(tmp_path: Path) -> None:
         (b'{"prompt": "x"}', "prompts.jsonl:3: no key 'answer'"),
         (b'{"prompt": "", "answer": "1"}', "prompts.jsonl:3: 'prompt' must be a text"),
         (b'{"prompt": ["x"], "answer": "1"}', "prompts.jsonl:3: 'prompt' is a list, but not of messages"),
+        (
+            b'{"prompt": [{"role": "user"}], "answer": "1"}',
+            "prompts.jsonl:3: 'prompt'[0] has no content; only an assistant's call of tools may have none",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "answer": "1"}',
+            "prompts.jsonl:3: 'prompt'[0].content[0] is a part of type 'image_url'; only text is supported",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": [{"text": "a"}, {"type": "image"}]}], "answer": 1}',
+            "prompts.jsonl:3: 'prompt'[0].content[1] is a part of type 'image'",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": 7}], "answer": "1"}',
+            "prompts.jsonl:3: 'prompt'[0].content is a number; it must be a text",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}], "answer": "4"}',
+            "prompts.jsonl:3: 'prompt' ends with the assistant's message: the policy is to write it",
+        ),
+        (b'{"prompt": [], "answer": "1"}', "prompts.jsonl:3: 'prompt' is an empty list"),
+        (b'{"prompt": [{"role": "user", "content": " "}], "answer": "1"}', "messages without any text"),
+        (b'{"prompt": "  ", "answer": "1"}', "prompts.jsonl:3: 'prompt' must be a text"),
+        (b'{"prompt": "x", "answer": ""}', "prompts.jsonl:3: 'answer' is empty"),
+        (b'{"prompt": "x", "answer": " \\t"}', "prompts.jsonl:3: 'answer' is blank"),
+        (b'{"prompt": "x", "answer": NaN}', "prompts.jsonl:3: not JSON: NaN is no value of JSON"),
+        (b'{"prompt": "x", "answer": -Infinity}', "prompts.jsonl:3: not JSON: -Infinity is no value of JSON"),
+        (b'{"prompt": "x", "answer": 1e999}', "prompts.jsonl:3: 'answer' is inf"),
+        (
+            b'{"prompt": "x", "answer": "1", "answer": "2"}',
+            "prompts.jsonl:3: not JSON: the key 'answer' is given twice",
+        ),
+        (b'\xef\xbb\xbf{"prompt": "x", "answer": "1"}', "prompts.jsonl:3: a byte-order mark in the middle of the file"),
         (b'{"prompt": "x", "answer": null}', "prompts.jsonl:3: 'answer' must be a text or a number"),
         (b'{"prompt": "x"', "prompts.jsonl:3: not JSON"),
         (b'["x"]', "prompts.jsonl:3: a record is a JSON object, this is a list"),
@@ -59,6 +94,70 @@ def test_a_bad_record_is_refused_with_file_and_line(tmp_path: Path, line: bytes,
     with pytest.raises(UserError) as error:
         read_jsonl(file, "prompt", "answer")
     assert message in str(error.value)
+
+
+RECORD = b'{"prompt": "x", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (RECORD.decode().encode("utf-16"), "text in UTF-16"),
+        (RECORD.decode().encode("utf-16-le"), "text in UTF-16"),
+        (RECORD.decode().encode("utf-16-be"), "text in UTF-16"),
+        (gzip.compress(RECORD), "compressed with gzip"),
+        (b"PAR1" + bytes(40) + b"PAR1", "a Parquet file"),
+        (b'[\n  {"prompt": "x", "answer": "1"}\n]\n', "a JSON array"),
+        (b'[{"prompt": "x", "answer": "1"}]', "a JSON array"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "a Git LFS pointer"),
+        (b"\n<!doctype html><html>", "a web page"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{file}:1: the file is {message}"):
+        read_jsonl(file, "prompt", "answer")
+
+
+def test_a_whole_number_is_written_as_a_person_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "x", "answer": {n}}}\n' for n in ("3.0", "-2.50", "1e3", "7", "1e300")))
+    assert [p.answer for p in read_jsonl(file, "prompt", "answer")] == ["3", "-2.5", "1000", "7", "1e+300"]
+
+
+def test_parts_of_text_are_joined_and_a_call_of_tools_needs_no_content(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "content": "4"},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": messages, "answer": "1"}))
+    (problem,) = read_jsonl(file, "prompt", "answer")
+    assert [message["content"] for message in problem.prompt if isinstance(message, dict)] == ["hi", "", "4"]
+    assert problem.record["prompt"] == messages
+    assert problem.where == f"{file}:1"
+
+
+def test_records_of_one_prompt_that_differ_are_all_kept(tmp_path: Path) -> None:
+    """A prompt's text alone is not a problem: 650 records once became 101, and nothing said so."""
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    records = [{"prompt": "Solve the maze.", "answer": "left", "maze_seed": seed} for seed in range(500)]
+    records += [{"prompt": "2?", "answer": "4"}, {"prompt": "2?", "answer": "5"}, {"prompt": "2?", "answer": "4"}]
+    records += [{"prompt": "held", "answer": "1"}, {"prompt": "held", "answer": "2"}]
+    train.write_text("".join(json.dumps(record) + "\n" for record in records))
+    held_out.write_text('{"prompt": "held", "answer": "1"}\n' * 2)
+    data = Data(source="jsonl", path=train, eval_path=held_out, reward="exact")
+    problems = load_problems(data, 0, 5)
+    assert (len(problems.training), len(problems.held_out)) == (502, 1)
+    assert (problems.repeated, problems.also_held_out) == (2, 2)
+    assert problems.left_out == (
+        "2 records that repeat another whole and 2 training records whose prompt is in data.eval_path"
+    )
+    split = load_problems(data.model_copy(update={"eval_path": None, "held_out": 0.5}), 0, 5)
+    assert len(split.training) + len(split.held_out) == 504
+    assert not {p.uid for p in split.training} & {p.uid for p in split.held_out}
 
 
 def test_held_out_questions_are_never_trained_on_whatever_the_seed() -> None:

@@ -6,6 +6,7 @@ beginning-of-sequence token when `data.add_bos` says so, and the tokenizer's own
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from vime.config import Data, Rollout
 from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
+from vime.rollout.data.messages import lost_message
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.results import TokenIds
 from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
@@ -21,6 +23,8 @@ from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls,
 Format = Callable[[Problem], Awaitable[list[int]]]
 """Renders a problem. Raises FormatFailed for this problem alone, UserError for what concerns all of them."""
 PROBES = 3
+KINDS = 64
+"""Kinds of conversations that are rendered at the start."""
 
 
 class FormatFailed(Exception):
@@ -71,7 +75,25 @@ async def probe_format(render: Format, problems: Sequence[Problem]) -> None:
     """Render PROBES problems that lie far apart, until one succeeds.
 
     Raises UserError when none does: a format that fails on all of them is wrong itself, and no engine needs to start.
+    Then one conversation of each kind, since what a template makes of a message depends on its role and place.
     """
+    await _probe_far_apart(render, problems)
+    for problem in _one_of_each_kind(problems):
+        with contextlib.suppress(FormatFailed):  # of the user's own: it fails on this problem alone
+            await render(problem)
+
+
+def _one_of_each_kind(problems: Sequence[Problem]) -> list[Problem]:
+    """The first conversation of each sequence of roles and keys, at most KINDS of them."""
+    found: dict[tuple[Any, ...], Problem] = {}
+    for problem in problems:
+        if isinstance(problem.prompt, list) and len(found) < KINDS:
+            kind = tuple((message["role"], *sorted(message)) for message in problem.prompt)
+            found.setdefault(kind, problem)
+    return list(found.values())
+
+
+async def _probe_far_apart(render: Format, problems: Sequence[Problem]) -> None:
     failure: FormatFailed | None = None
     for problem in problems[:: -(-len(problems) // PROBES)]:
         try:
@@ -98,15 +120,22 @@ def _chat(problem: Problem, tokenizer: Any, data: Data) -> list[int]:
         )
     except Exception as error:
         raise UserError(
-            f"data.format=chat: the chat template failed on prompt {problem.uid}, {_short(problem)}:"
-            f" {type(error).__name__}: {error}"
+            f"data.format=chat: the chat template failed on {_place(problem)}: {type(error).__name__}: {error}"
         ) from error
+    lost = lost_message(messages, text)
+    if lost is not None:
+        raise UserError(
+            f"data.format=chat: the chat template leaves out the text of {lost} of {_place(problem)}: it may know"
+            " another name of the role, or no such message"
+        )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _text(problem: Problem, tokenizer: Any, add_bos: bool) -> list[int]:
     if not isinstance(problem.prompt, str):
-        raise UserError("data.format=text, but a prompt is a list of messages; use data.format=chat")
+        raise UserError(
+            f"data.format=text, but a prompt is a list of messages: {_place(problem)}; use data.format=chat"
+        )
     ids = list(tokenizer(problem.prompt, add_special_tokens=False)["input_ids"])
     return [tokenizer.bos_token_id, *ids] if add_bos else ids
 
@@ -124,7 +153,7 @@ def _custom(path: str, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Fo
         calls.give_each_call(path, tokenizer=tokenizer)
 
     async def custom(problem: Problem) -> list[int]:
-        what = f"prompt {problem.uid}, {_short(problem)}"
+        what = _place(problem)
         given = {**constants, **({"record": problem.record} if "record" in names else {})}
         try:
             ids = await calls.call_again(rollout.tries, path, function, limit, what, returns, **given)
@@ -137,6 +166,11 @@ def _custom(path: str, tokenizer: Any, rollout: Rollout, calls: UserCalls) -> Fo
         return _checked(ids, tokenizer, f"data.format={path}")
 
     return custom
+
+
+def _place(problem: Problem) -> str:
+    prompt = f"prompt {problem.uid}, {_short(problem)}"
+    return f"{problem.where} ({prompt})" if problem.where else prompt
 
 
 def _short(problem: Problem) -> str:
@@ -154,6 +188,53 @@ def _checked(ids: list[int], tokenizer: Any, what: str) -> list[int]:
             " has one of its own; remove it, or set data.add_bos=false"
         )
     return ids
+
+
+def answer_end(data: Data, tokenizer: Any, stops: Collection[int]) -> int | None:
+    """The token that the chat template writes after an answer; None where it writes none, or is not in use.
+
+    stops: token ids that end a response. Raises UserError when the token is not one of them: nothing but the limit
+    would end a response then, and demonstrations would teach another end than the one that is waited for.
+    """
+    if data.format != "chat":
+        return None
+    end = _after_answer(data, tokenizer)
+    if end is not None and end not in stops:
+        named = ", ".join(f"{tokenizer.decode([stop])!r} ({stop})" for stop in stops)
+        raise UserError(
+            f"data.format=chat: the chat template ends an answer with {tokenizer.decode([end])!r} (token {end}), and a"
+            f" response ends at {named} only: add {end} to rollout.stop_token_ids, or use a model whose template and"
+            " eos_token_id agree"
+        )
+    return end
+
+
+_ANSWER, _NEXT = "vime's answer", "vime's next question"
+
+
+def _after_answer(data: Data, tokenizer: Any) -> int | None:
+    """What follows an answer that is the last message; if nothing does, the special token that opens the next turn."""
+    conversation = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _ANSWER}]
+    tail = _rendered_after(_ANSWER, conversation, data, tokenizer)
+    for token in _ids_of(tail, tokenizer):
+        if tokenizer.decode([token]).strip():
+            return token
+    tail = _rendered_after(_ANSWER, [*conversation, {"role": "user", "content": _NEXT}], data, tokenizer)
+    special = set(tokenizer.added_tokens_decoder)
+    return next((token for token in _ids_of(tail.partition(_NEXT)[0], tokenizer) if token in special), None)
+
+
+def _ids_of(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _rendered_after(mark: str, messages: list[dict[str, Any]], data: Data, tokenizer: Any) -> str:
+    """What the chat template writes behind `mark`; nothing when it refuses such a conversation or leaves `mark` out."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=data.tools or None, tokenize=False, **data.chat_args)
+    except Exception:  # noqa: BLE001 - templates raise what they like, such as for roles that they do not know
+        return ""
+    return str(text).rpartition(mark)[2] if mark in text else ""
 
 
 class Turns:

@@ -34,8 +34,11 @@ class Problem:
     def identity(self) -> str:
         """A hash of all that a format or scorer sees: prompt, answer and record."""
         seen = [self.prompt, self.answer, _without_place(self.record)]
-        # A source of the user's may put anything into a record.
-        return hashlib.sha256(json.dumps(seen, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+        try:
+            text = json.dumps(seen, sort_keys=True, default=repr)
+        except (TypeError, ValueError, RecursionError):  # a source of the user's may put anything into a record
+            text = repr(seen)
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     def held_out(self, share: float) -> bool:
         """Whether it belongs to the `share` of all problems that is never trained on."""

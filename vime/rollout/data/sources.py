@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import Data
+from vime.config.file_kind import HEAD, file_kind
 from vime.config.import_path import load_function, named_arguments
 from vime.errors import UserError
+from vime.rollout.data.messages import read_messages
 from vime.rollout.data.problem import Problem
 from vime.rollout.data.user_calls import CallFailed, CallTookTooLong, UserCalls, is_async
+
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,18 @@ def load_problems(data: Data, seed: int, timeout: float) -> Problems:
     return Problems(tuple(training), tuple(held_out), repeated, also_held_out)
 
 
+def started_facts(problems: Problems) -> dict[str, int]:
+    """What an event says of a run's problems; what was left out is printed too, for the log."""
+    if problems.left_out:
+        print(f"left out: {problems.left_out}", flush=True)
+    return {
+        "problems": len(problems.training),
+        "held_out": len(problems.held_out),
+        "repeated": problems.repeated,
+        "also_held_out": problems.also_held_out,
+    }
+
+
 def _unique(problems: list[Problem]) -> list[Problem]:
     return list({problem.identity: problem for problem in reversed(problems)}.values())[::-1]
 
@@ -121,9 +138,11 @@ def read_jsonl(path: Path, prompt_key: str, answer_key: str, most_bytes: int | N
                 content = content[: content.rfind(b"\n") + 1]
     except OSError as error:
         raise UserError(f"{path}: {os.strerror(error.errno or 0)}") from error
+    content = content.removeprefix(BOM)
+    _refuse_other_kinds(path, content[:HEAD])
     # Only \n ends a line here: str.splitlines would also split at U+2028 and its like, which JSON allows in a string.
     problems = []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             problems.append(_record(line, f"{path}:{number}", prompt_key, answer_key))
     if not problems:
@@ -131,9 +150,24 @@ def read_jsonl(path: Path, prompt_key: str, answer_key: str, most_bytes: int | N
     return problems
 
 
+def _refuse_other_kinds(path: Path, head: bytes) -> None:
+    if not head:
+        raise UserError(f"{path} has no records")
+    seems = file_kind(head)
+    if seems is not None:
+        raise UserError(f"{path}:1: the file is {seems}; give JSON Lines in UTF-8: one JSON object a line")
+    if head.lstrip().startswith(b"["):
+        raise UserError(
+            f"{path}:1: the file is a JSON array; give JSON Lines, one object a line, such as"
+            f" `jq -c '.[]' {path.name}` makes of it"
+        )
+
+
 def _record(line: bytes, where: str, prompt_key: str, answer_key: str) -> Problem:
+    if line.startswith(BOM):
+        raise UserError(f"{where}: a byte-order mark in the middle of the file, as joined files have; remove it")
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_each_key_once, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
     except ValueError as error:
@@ -143,6 +177,18 @@ def _record(line: bytes, where: str, prompt_key: str, answer_key: str) -> Proble
     return problem_of(record, where, prompt_key, answer_key)
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
 def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Problem:
     """A record as a Problem; `where` starts the message of the UserError that a wrong one raises."""
     if not isinstance(record, dict):
@@ -150,22 +196,32 @@ def problem_of(record: Any, where: str, prompt_key: str, answer_key: str) -> Pro
     for key in (prompt_key, answer_key):
         if key not in record:
             raise UserError(f"{where}: no key {key!r}; the record has {', '.join(map(repr, record)) or 'none'}")
-    prompt, answer = record[prompt_key], record[answer_key]
+    prompt = record[prompt_key]
     if isinstance(prompt, list):
-        good = prompt and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
-        if not good:
-            raise UserError(f"{where}: {prompt_key!r} is a list, but not of messages with role and content")
-    elif not isinstance(prompt, str) or not prompt:
+        prompt = read_messages(prompt, f"{where}: {prompt_key!r}")
+    elif not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{where}: {prompt_key!r} must be a text or a list of messages, and not empty")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise UserError(f"{where}: {answer_key!r} must be a text or a number")
+    answer = _reference(record[answer_key], f"{where}: {answer_key!r}")
     try:
         json.dumps([prompt, answer], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: half a character (a lone surrogate such as \\ud83d) cannot be tokenised") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {prompt_key!r} is not JSON: {error}") from error
-    return Problem(prompt, str(answer), record, where)
+    return Problem(prompt, answer, record, where)
+
+
+def _reference(answer: Any, where: str) -> str:
+    """A record's answer as text; a whole number is written without a fraction, as a person writes it."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise UserError(f"{where} must be a text or a number")
+    if isinstance(answer, str):
+        if not answer.strip():
+            raise UserError(f"{where} is {'empty' if not answer else 'blank'}: no response could equal it")
+        return answer
+    if not math.isfinite(answer):
+        raise UserError(f"{where} is {answer}, which is no number that a response could equal")
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 1e16 else str(answer)
 
 
 def _custom(data: Data, seed: int, timeout: float) -> list[Problem]:
