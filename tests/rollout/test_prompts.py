@@ -1,13 +1,16 @@
 import asyncio
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from vime.config import Rollout
+from vime.config import Data, Rollout
 from vime.errors import UserError
+from vime.rollout.data.fingerprint import changes, fingerprint
 from vime.rollout.data.format import FormatFailed
 from vime.rollout.data.problem import Problem
+from vime.rollout.data.sources import Problems
 from vime.rollout.limits import Limits
 from vime.rollout.prompts import Prompt, PromptFeed, PromptStream
 
@@ -112,3 +115,53 @@ def test_what_an_earlier_attempt_has_written_is_not_made_again() -> None:
     taken = made.take(3)
     assert [(prompt.index, len(prompt.token_ids)) for prompt in taken] == [(0, 0), (3, 0), (4, 3)]
     assert made.events == []
+
+
+DATA = Data(source="jsonl", name="made", reward="exact")
+
+
+def print_of(problems: tuple[Problem, ...], data: Data = DATA, template: str | None = "t") -> dict[str, Any]:
+    return fingerprint(Problems(problems, ()), data, template)
+
+
+EDITED = (*PROBLEMS, Problem("q4", "4"))
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (print_of(EDITED), "4 training problems then, 5 now"),
+        (print_of(PROBLEMS[::-1]), "other prompts, or in another order"),
+        (print_of((*PROBLEMS[:3], Problem("q3", "5"))), "other answers, or other fields"),
+        (print_of((*PROBLEMS[:3], Problem("q3", "3", {"seed": 1}))), "other answers, or other fields"),
+        (print_of(PROBLEMS, DATA.model_copy(update={"prompt_key": "question"})), "another data.prompt_key"),
+        (print_of(PROBLEMS, DATA.model_copy(update={"format": "text"})), "another data.format"),
+        (print_of(PROBLEMS, template="another"), "another chat template of the model"),
+        (fingerprint(Problems(PROBLEMS, EDITED), DATA, "t"), "other held-out problems"),
+    ],
+)
+def test_data_that_changed_is_named_and_refused_unless_asked_for(now: dict[str, Any], words: str) -> None:
+    first = PromptStream(PROBLEMS, 3, shuffle=True, data=print_of(PROBLEMS))
+    drawn(first, 6)
+    cursor = json.loads(json.dumps(first.cursor()))
+    assert drawn(PromptStream(PROBLEMS, 3, True, cursor, print_of(PROBLEMS)), 2) == drawn(first, 2)
+    with pytest.raises(UserError, match=rf"^the data changed since the checkpoint: .*{words}.*data.allow_change=true$"):
+        PromptStream(PROBLEMS, 3, True, cursor, now)
+    problems = EDITED if now["problems"] == 5 else PROBLEMS
+    again = PromptStream(problems, 3, True, cursor, now, allow_change=True)
+    assert words in ", ".join(again.changes)
+    taken = drawn(again, 2 * len(problems))
+    assert [index for index, _ in taken] == list(range(6, 6 + 2 * len(problems))), "positions go on"
+    assert Counter(prompt for _, prompt in taken) == {str(problem.prompt): 2 for problem in problems}
+    later = PromptStream(problems, 3, True, again.cursor(), now)
+    assert not later.changes
+    assert drawn(later, 3) == drawn(again, 3)
+
+
+def test_a_login_node_compares_what_it_knows() -> None:
+    assert changes(print_of(PROBLEMS), print_of(PROBLEMS, template=None)) == []
+
+
+def test_identities_are_the_same_in_every_process() -> None:
+    assert Problem("q", "1", {"made": object()}).identity == Problem("q", "1", {"made": object()}).identity
+    assert Problem("q", "1", {1: "a", "b": 2}).identity != Problem("q", "1", {1: "a", "b": 3}).identity

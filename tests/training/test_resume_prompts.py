@@ -15,6 +15,8 @@ from tests.run.test_checkpoints import steps as complete_steps
 from vime.buffer.control import BatchMessage, Control
 from vime.buffer.reader import BufferReader
 from vime.config import Config, TinyModel
+from vime.errors import UserError
+from vime.launch.checks import check_unchanged
 from vime.models.tiny import make_tiny
 from vime.rollout.demonstrations import run_demonstrations
 from vime.run.checkpoints import Facts, begin, commit, fixed_settings, newest
@@ -126,3 +128,21 @@ def test_prompts_of_an_interrupted_run(tmp_path: Path, prompts_per_step: int, sa
     assert counted == list(range(STEPS * prompts_per_step))
     # Steps that were lost and trained again saw the same prompts.
     assert before == counted[: len(before)]
+
+
+def test_data_edited_between_attempts_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    """Otherwise some prompts are asked twice and others never; a batch that was written before is trained as it is."""
+    run = make_run(tmp_path, 2)
+    before = run.attempt(1, until=2, save_at=1)
+    file = tmp_path / "train.jsonl"
+    file.write_text(file.read_text() + "".join(f'{{"prompt": "new {n}", "answer": "{n}"}}\n' for n in range(20)))
+    with pytest.raises(UserError, match=r"^the data changed since the checkpoint: 4 training problems then, 24 now\."):
+        check_unchanged(run.config, newest(RunDir(run.role.run_dir).checkpoints, run.config)[0].facts.cursor)
+    run.config = run.config.model_copy(
+        update={"data": run.config.data.model_copy(update={"allow_change": True, "shuffle": False})}
+    )
+    after = run.attempt(2, until=STEPS)
+    assert before + after[2:] == list(range(2 * STEPS))
+    events = [json.loads(line) for line in RunDir(run.role.run_dir).events.read_text().splitlines()]
+    changed = [event["changes"] for event in events if event["event"] == "data_changed"]
+    assert changed == [["4 training problems then, 24 now", "another data.shuffle"]]

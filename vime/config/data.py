@@ -59,6 +59,9 @@ class Data(Section):
     """Which entry is the reward when the scorer returns a dict."""
     shuffle: bool = True
     """Shuffle the prompts anew in each epoch (seeded by run.seed)."""
+    allow_change: bool = False
+    """Resume although the data, or how prompts are made of them, differ from the checkpoint's: with a new epoch of what
+    there is now. Without it such a change is named and refused."""
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> Data:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vime.config import Config, Data
 from vime.errors import UserError, did_you_mean
 from vime.models.family import family, read_shape
 from vime.models.hf_check import check_tokenizer, check_weights
 from vime.models.shape import shape_of
-from vime.rollout.data.sources import check_task, read_jsonl
+from vime.rollout.data.fingerprint import changes, fingerprint
+from vime.rollout.data.sources import check_task, load_problems, read_jsonl
+from vime.rollout.prompts import changed_line
 
 
 def check_ready(config: Config) -> None:
@@ -73,6 +77,22 @@ def check_data(config: Config) -> None:
         _check_file(data.eval_path, data)
     for one in config.evaluation.datasets.values():
         _check_file(one.path, data)
+
+
+def check_unchanged(config: Config, cursor: Mapping[str, Any]) -> None:
+    """Refuse to resume with other data than those of a checkpoint's cursor, where they can be read at once.
+
+    The generator compares in any case. Raises UserError naming the change.
+    """
+    data = config.data
+    saved = cursor.get("data")
+    if data.source != "jsonl" or data.path is None or data.allow_change or not isinstance(saved, dict):
+        return
+    if sum(path.stat().st_size for path in (data.path, data.eval_path) if path is not None) > MAX_BYTES:
+        return
+    changed = changes(saved, fingerprint(load_problems(data, config.run.seed, 0), data))
+    if changed:
+        raise UserError(changed_line(changed))
 
 
 def check_function(path: str, field: str) -> None:

@@ -20,12 +20,13 @@ from submitit.local.local import LocalJob
 from vime.config import Config
 from vime.config.compose import override_resolved
 from vime.errors import UserError
+from vime.launch.checks import check_unchanged
 from vime.launch.holder import held
 from vime.launch.local_executor import DetachedLocalExecutor
 from vime.launch.wait import ended_by_signals, stay_on_slurm
 from vime.plan.checks import check_model
 from vime.plan.plan import Plan, make_plan
-from vime.run.checkpoints import newest, newest_checkpoint
+from vime.run.checkpoints import newest
 from vime.run.directory import RunDir, Status, utc_now
 from vime.run.files import write_atomic
 from vime.run.role import Role
@@ -98,9 +99,9 @@ def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) 
     if _alive(run, config, supervisor, status, ENDING if status.terminal else 0.0):
         raise UserError(f"{run.path} still goes on (state {status.state}); cancel it first, or wait for its end")
     attempt = next_attempt(run, status)
-    if attempt > 1 and (overrides or not newest_checkpoint(run)):
-        # Without a checkpoint, or with a setting that must not change, nothing is overwritten or submitted.
-        newest(run.checkpoints, config)
+    if attempt > 1:
+        # Without a checkpoint, or with a setting or data that must not change, nothing is overwritten or submitted.
+        check_unchanged(config, newest(run.checkpoints, config)[0].facts.cursor)
     before = {file: file.read_bytes() for file in (run.config, run.plan, run.submission, run.status) if file.exists()}
     prepare(run, config, plan)
     run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))

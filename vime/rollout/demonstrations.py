@@ -17,6 +17,7 @@ from vime.buffer.writer import BufferWriter
 from vime.config import Config, Data, Demonstrations
 from vime.config.compose import load_resolved
 from vime.errors import UserError
+from vime.rollout.data.fingerprint import fingerprint
 from vime.rollout.data.format import Format, answer_end, answer_ids, load_tokenizer, make_format, probe_format
 from vime.rollout.data.sources import Problems, load_problems, started_facts
 from vime.rollout.data.user_calls import UserCalls, worker_count
@@ -59,7 +60,19 @@ async def _write_batches(
         report("buffer_damaged", reason=reason)
     cursor = resumed.cursor if resumed.cursor is not None else start.cursor
     seed, shuffle, rollout = config.run.seed, config.data.shuffle, config.rollout
-    feed = PromptFeed(problems.training, seed, shuffle, render, limits, rollout, report, cursor, resumed.groups)
+    feed = PromptFeed(
+        problems.training,
+        seed,
+        shuffle,
+        render,
+        limits,
+        rollout,
+        report,
+        cursor,
+        resumed.groups,
+        fingerprint(problems, config.data, tokenizer.chat_template),
+        config.data.allow_change,
+    )
     report("ready", step=resumed.step, resumed_groups=len(resumed.groups))
     steps, timeout = config.training.steps, config.buffer.wait_timeout
     for step in range(resumed.step, steps + 1):

@@ -21,6 +21,7 @@ from vime.errors import UserError
 from vime.models.family import read_shape
 from vime.models.routing import replayed_routing
 from vime.rollout.client import RolloutClient, Sampling
+from vime.rollout.data.fingerprint import fingerprint
 from vime.rollout.data.format import Turns, answer_end, load_tokenizer, make_format, probe_format
 from vime.rollout.data.sources import load_problems, started_facts
 from vime.rollout.data.user_calls import UserCalls, worker_count
@@ -164,9 +165,20 @@ class Generator:
         return Teacher(url, rollout.request_timeout, self.config.cluster.startup_timeout, rollout.concurrency)
 
     def _feed(self, cursor: dict[str, Any], written: frozenset[int]) -> PromptFeed:
-        config, problems = self.config, self.problems.training
-        seed, shuffle, rollout = config.run.seed, config.data.shuffle, config.rollout
-        return PromptFeed(problems, seed, shuffle, self.render, self.limits, rollout, self.report, cursor, written)
+        config = self.config
+        return PromptFeed(
+            self.problems.training,
+            config.run.seed,
+            config.data.shuffle,
+            self.render,
+            self.limits,
+            config.rollout,
+            self.report,
+            cursor,
+            written,
+            fingerprint(self.problems, config.data, self.tokenizer.chat_template),
+            config.data.allow_change,
+        )
 
     def _generation(self, client: RolloutClient) -> Generation:
         rollout = self.config.rollout

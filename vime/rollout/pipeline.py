@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class _Started:
     """A prompt at its place in the stream. version: served when it was started, so that no token of it is older."""
 
     prompt: Prompt
-    cursor: dict[str, int]
+    cursor: dict[str, Any]
     version: int
     task: asyncio.Task[_Made] | None
     """None: an earlier attempt has written its group, or what was made of it is discarded and it has to start anew."""
@@ -88,7 +89,7 @@ class Pipeline:
         self._failed: asyncio.Task[_Made] | None = None
         served.on_change = self._wake.set
 
-    async def batch(self, step: int, keep: Keep) -> tuple[StepStatistics, dict[str, int]]:
+    async def batch(self, step: int, keep: Keep) -> tuple[StepStatistics, dict[str, Any]]:
         """Make the groups of a step and give each to `keep`, in order. Returns what was measured, and the cursor of the
         prompt stream after the batch's last prompt.
 
@@ -103,7 +104,7 @@ class Pipeline:
         await self._served.reach(oldest, config.buffer.wait_timeout)
         self._discard(oldest, statistics)
         good: list[Group | None] = []
-        cursor: dict[str, int] = {}
+        cursor: dict[str, Any] = {}
         while len(good) < wanted:
             await self._start(step, len(good))
             await self._head()
@@ -171,7 +172,7 @@ class Pipeline:
         else:
             self._running.append(self._begin(prompt, cursor))
 
-    def _begin(self, prompt: Prompt, cursor: dict[str, int]) -> _Started:
+    def _begin(self, prompt: Prompt, cursor: dict[str, Any]) -> _Started:
         task = asyncio.create_task(self._make(prompt))
         self._count_busy(1)
         task.add_done_callback(self._ended)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vime.config import Rollout
 from vime.errors import UserError
+from vime.rollout.data.fingerprint import Fingerprint, changes
 from vime.rollout.data.format import Format, FormatFailed
 from vime.rollout.data.problem import Problem
 from vime.rollout.limits import Limits
@@ -22,13 +23,26 @@ class PromptStream:
     """
 
     def __init__(
-        self, problems: tuple[Problem, ...], seed: int, shuffle: bool, cursor: Mapping[str, Any] | None = None
+        self,
+        problems: tuple[Problem, ...],
+        seed: int,
+        shuffle: bool,
+        cursor: Mapping[str, Any] | None = None,
+        data: Fingerprint | None = None,
+        allow_change: bool = False,
     ) -> None:
-        """`cursor` is what `cursor()` of an earlier stream gave; None or {} starts at the beginning."""
+        """`cursor` is what `cursor()` of an earlier stream gave; None or {} starts at the beginning.
+
+        data: what the cursors of this stream belong to. Raises UserError for a cursor of other data; with
+        `allow_change` the stream goes on with a new epoch of these instead.
+        """
         self._problems = problems
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch, self._position = _read_cursor(cursor or {"epoch": 0, "position": 0}, len(problems))
+        self._data = data
+        self.changes: list[str] = []
+        """What of the data is not as it was when the cursor was made."""
+        self._epoch, self._position, self._offset = self._start(cursor or {"epoch": 0, "position": 0}, allow_change)
         self._order = self._epoch_order()
 
     def take(self) -> tuple[int, Problem]:
@@ -36,14 +50,31 @@ class PromptStream:
         if self._position == len(self._problems):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._epoch_order()
-        index = self._epoch * len(self._problems) + self._position
+        index = self._offset + self._epoch * len(self._problems) + self._position
         problem = self._problems[self._order[self._position]]
         self._position += 1
         return index, problem
 
-    def cursor(self) -> dict[str, int]:
+    def cursor(self) -> dict[str, Any]:
         """Where the stream stands, as JSON."""
-        return {"epoch": self._epoch, "position": self._position}
+        offset = {"offset": self._offset} if self._offset else {}
+        data = {"data": self._data} if self._data is not None else {}
+        return {"epoch": self._epoch, "position": self._position, **offset, **data}
+
+    def _start(self, cursor: Mapping[str, Any], allow_change: bool) -> tuple[int, int, int]:
+        """Epoch, position in it, and what to add to their index so that indices go on from the cursor's."""
+        saved = cursor.get("data")
+        if isinstance(saved, dict) and self._data is not None:
+            self.changes = changes(saved, self._data)
+        if not self.changes:
+            return _read_cursor(cursor, len(self._problems))
+        if not allow_change:
+            raise UserError(changed_line(self.changes))
+        assert isinstance(saved, dict)
+        count = saved["problems"]
+        epoch, position, offset = _read_cursor(cursor, count)
+        index = offset + epoch * count + position
+        return epoch + 1, 0, index - (epoch + 1) * len(self._problems)
 
     def _epoch_order(self) -> list[int]:
         order = list(range(len(self._problems)))
@@ -52,14 +83,23 @@ class PromptStream:
         return order
 
 
-def _read_cursor(cursor: Mapping[str, Any], problems: int) -> tuple[int, int]:
-    epoch, position = cursor.get("epoch"), cursor.get("position")
-    if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position <= problems:
+def changed_line(changes: Sequence[str]) -> str:
+    """Why a run whose data changed does not go on, and how it would."""
+    return (
+        f"the data changed since the checkpoint: {', '.join(changes)}. The prompt order cannot go on where it was: put"
+        " the data back, or go on with a new epoch of what there is now by data.allow_change=true"
+    )
+
+
+def _read_cursor(cursor: Mapping[str, Any], problems: int) -> tuple[int, int, int]:
+    epoch, position, offset = cursor.get("epoch"), cursor.get("position"), cursor.get("offset", 0)
+    whole = isinstance(epoch, int) and isinstance(position, int) and isinstance(offset, int)
+    if not whole or epoch < 0 or not 0 <= position <= problems:
+        shown = {key: value for key, value in cursor.items() if key != "data"}
         raise UserError(
-            f"the prompt cursor {dict(cursor)} does not fit {problems} problems:"
-            " was the data changed since the checkpoint?"
+            f"the prompt cursor {shown} does not fit {problems} problems: was the data changed since the checkpoint?"
         )
-    return epoch, position
+    return epoch, position, offset
 
 
 Report = Callable[..., None]
@@ -94,10 +134,16 @@ class PromptFeed:
         report: Report,
         cursor: Mapping[str, Any] | None = None,
         written: frozenset[int] = frozenset(),
+        data: Fingerprint | None = None,
+        allow_change: bool = False,
     ) -> None:
-        """`written`: stream positions whose group an earlier attempt has written. They come without token ids; what
+        """`data`, `allow_change`: as in `PromptStream`; a change is reported.
+
+        `written`: stream positions whose group an earlier attempt has written. They come without token ids; what
         lies between them was left out, lost or filtered out then, and does not come again."""
-        self._stream = PromptStream(problems, seed, shuffle, cursor)
+        self._stream = PromptStream(problems, seed, shuffle, cursor, data, allow_change)
+        if self._stream.changes:
+            report("data_changed", changes=self._stream.changes)
         self._count = len(problems)
         self._render = render
         self._limits = limits
@@ -145,7 +191,7 @@ class PromptFeed:
         self.dropped += samples
         self._report("sample_dropped", prompt=index, samples=samples, tries=self._rollout.tries, reasons=[reason])
 
-    def cursor(self) -> dict[str, int]:
+    def cursor(self) -> dict[str, Any]:
         """Where the stream stands, as JSON."""
         return self._stream.cursor()
 

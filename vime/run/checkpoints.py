@@ -154,6 +154,8 @@ def newest(folder: Path, config: Config) -> tuple[Complete, list[Incomplete]]:
         raise UserError(f"cannot resume: {folder} has no complete checkpoint{saves}{others}")
     checkpoint = complete[-1]
     for key, value in fixed_settings(config).items():
+        if key.startswith("data.") and config.data.allow_change:
+            continue
         saved = checkpoint.facts.settings.get(key)
         if saved != value:
             raise UserError(f"cannot resume: {checkpoint.path} was saved with {key}={saved}, which is {value} now")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +36,9 @@ class Problem:
         """A hash of all that a format or scorer sees: prompt, answer and record."""
         seen = [self.prompt, self.answer, _without_place(self.record)]
         try:
-            text = json.dumps(seen, sort_keys=True, default=repr)
+            text = json.dumps(seen, sort_keys=True, default=_described)
         except (TypeError, ValueError, RecursionError):  # a source of the user's may put anything into a record
-            text = repr(seen)
+            text = _described(seen)
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     def held_out(self, share: float) -> bool:
@@ -47,6 +48,11 @@ class Problem:
 
 _PLACE = ("source_dataset", "source_index")
 """What reasoning_gym's metadata says of where a problem was drawn, which is no part of the problem."""
+
+
+def _described(value: object) -> str:
+    """`repr` without addresses, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _without_place(record: dict[str, Any]) -> dict[str, Any]:
