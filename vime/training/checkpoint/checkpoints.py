@@ -35,6 +35,7 @@ from vime.run.checkpoints import (
 from vime.run.directory import utc_now
 from vime.run.files import wait_for_file
 from vime.training.checkpoint.model_state import FORMAT, load_into, load_model, state_of, state_of_model
+from vime.training.checkpoint.plain_load import check_owner, plain_pickles
 from vime.training.checkpoint.writer import save_strategy
 from vime.training.collectives import broadcast_json
 from vime.training.learner import Learner
@@ -132,7 +133,8 @@ class Checkpoints:
         )
         for name, size in facts.files.items():
             wait_for_file(checkpoint.path / name, size, self._config.buffer.file_timeout)
-        loaded = dist_checkpointing.load(self._state(loading=True, with_random=same_layout), str(checkpoint.path))
+        with plain_pickles():
+            loaded = dist_checkpointing.load(self._state(loading=True, with_random=same_layout), str(checkpoint.path))
         learner = self._learner
         load_into(learner.trainable, loaded["policy"])
         if learner.critic is not None:
@@ -159,6 +161,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 checkpoint, incomplete = newest(self._folder, self._config)
+                check_owner(checkpoint.path)
                 choice = {"path": str(checkpoint.path), "facts": checkpoint.facts.model_dump(mode="json")}
             except UserError as error:
                 choice = {"error": str(error)}
