@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
 class UserError(Exception):
     """Something a person gave was wrong. Its text is one line: what, where, and the nearest right value.
 
-    `launch.py` prints it and ends with exit code 2, before anything is submitted or written.
+    `launch.py` prints it and ends with exit code 2, before anything is submitted or written. What a person gave may
+    stand in it, so control characters are shown as escapes, and a text without end is cut.
     """
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+MAX_LINE = 2000
+"""Characters of an error's line."""
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line of at most MAX_LINE characters; the middle of a longer one is left out."""
+    if len(text) > MAX_LINE:
+        half = MAX_LINE // 2 - 10
+        text = f"{text[:half]} [...] {text[-half:]}"
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class WaitTimeout(TimeoutError):
@@ -19,7 +37,7 @@ class WaitTimeout(TimeoutError):
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` most likely meant, or None: a misspelling, or initials (`lr` for learning_rate)."""
-    choices = list(choices)
+    word, choices = word[:100], list(choices)
     close = difflib.get_close_matches(word.lower().replace("-", "_"), choices, n=1, cutoff=0.6)
     if close:
         return close[0]

@@ -276,3 +276,48 @@ def test_a_resolved_file_must_be_whole(tmp_path: Path) -> None:
     file.write_text("recipe: x\n")
     with pytest.raises(UserError, match=r"config\.yaml:1: cluster is missing \(and 1 more\)"):
         load_resolved(file)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "'[::]'", "'0'", "''", "'*'"])
+def test_a_host_that_is_every_interface_is_refused(host: str) -> None:
+    assert "is every interface of this machine" in refused(f"cluster.host={host}")
+
+
+def test_hosts_that_are_one_address() -> None:
+    for host in ("127.0.0.1", "::1", "node01.cluster", "10.0.0.10"):
+        assert tiny(f"cluster.host={host}").cluster.host == host
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"data.path={LONG}"],
+        [f"model.path=/{LONG}", "model.tiny=null", "model.warmup=null"],
+        [f"model.warmup={LONG}/x.yaml"],
+        [f"run.name={LONG}"],
+        [f"training.{LONG}=1"],
+        ["run.name=a\x1b[31mb"],
+        ["data.task=a\x00b"],
+        ["training.steps=\x1b]0;title\x07"],
+        [f"data.task={'x' * 5_000_000}"],
+        [f"{'a.' * 5000}b=1"],
+    ],
+)
+def test_what_no_file_or_terminal_takes_is_one_printable_line(overrides: list[str]) -> None:
+    message = refused(*overrides)
+    assert message.isprintable()
+    assert len(message) < 2100
+
+
+@pytest.mark.parametrize(("cluster", "recipe"), [(LONG, "tiny_grpo"), ("local", LONG), ("local", f"{LONG}/x.yaml")])
+def test_a_name_that_is_too_long_for_a_file_is_not_found(cluster: str, recipe: str) -> None:
+    assert "there is no" in refused(cluster=cluster, recipe=recipe)
+
+
+def test_a_config_json_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    message = refused(f"model.path={tmp_path}", "model.tiny=null", "model.warmup=null")
+    assert message.startswith(f"model.path: {tmp_path}/config.json is a Git LFS pointer")

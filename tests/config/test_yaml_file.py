@@ -1,6 +1,9 @@
 """YAML means what a person means, in a file and on the command line."""
 
 import math
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,35 @@ def test_what_is_dumped_reads_back_as_it_was(tree: Any) -> None:
     found = parse_value(dump(tree)).data
     assert found == tree
     assert repr(found) == repr(tree)  # 1 and 1.0 and True are equal but not the same
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "more than 20,000 values, with what aliases repeat"),
+        ("a: " + "x" * 5_000_000, "(characters are too many|at most 1,048,576 are read)"),
+        ("a: " + "{b: " * 2000, "nested too deeply"),
+        ("".join(f"{' ' * depth}a:\n" for depth in range(500)), "nested too deeply"),
+        ("a: " + "[" * 60_000, "nested too deeply"),
+    ],
+)
+def test_a_hostile_document_is_refused_at_once(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    for read in (lambda: load_file(file), lambda: parse_value(text)):
+        begun = time.process_time()
+        with pytest.raises(UserError, match=words):
+            read()
+        assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "bad.yaml")
+    with pytest.raises(UserError, match=r"cannot read .*bad.yaml: it is a (pipe|device|folder), not a file"):
+        load_file(tmp_path / "bad.yaml")

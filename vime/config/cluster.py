@@ -35,6 +35,14 @@ SbatchOption = Annotated[str, AfterValidator(_sbatch_option)]
 VariableName = Annotated[str, AfterValidator(_variable)]
 
 
+def _one_address(host: str) -> str:
+    if not host or host in ("0", "*") or host.strip("[]:0.") == "":
+        raise ValueError("is every interface of this machine, from which others reach the run: give one address")
+    if not re.fullmatch(r"[A-Za-z0-9_.:%-]{1,255}", host):
+        raise ValueError("is not the name or address of this machine")
+    return host
+
+
 class Node(Section):
     """One node of the cluster; all of them are alike."""
 
@@ -221,7 +229,7 @@ class Cluster(Section):
     """Who starts the job: this machine's process table, or SLURM."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the trainer ranks and the engines compute on."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
     """Local only: the address that every server of the run binds to."""
     interface: str = "lo"
     """Network interface of gloo and NCCL traffic, and of every server on SLURM."""

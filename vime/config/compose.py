@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from vime.config import Cluster, Config, Model, yaml_file
 from vime.config.explain import dotted, explain, place_of, real_path
-from vime.config.file_kind import HEAD, file_kind, read_regular
-from vime.config.yaml_file import KeyPath, Place
+from vime.config.file_kind import HEAD, file_kind, is_file, is_folder, read_regular
+from vime.config.yaml_file import MAX_DEPTH, KeyPath, Place
 from vime.errors import UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,15 +91,22 @@ def find_file(kind: str, name: str) -> Path:
     folder = ROOT / {"cluster": "clusters", "recipe": "configs"}[kind]
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
-        if path.is_file():
+        if is_file(path):
             return path
-        near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.y*ml")))
+        near = did_you_mean(path.name, _beside(path, "*.y*ml"))
         raise UserError(f"{kind}={name}: there is no such file{near}")
     path = folder / f"{name}.yaml"
-    if name and path.is_file():
+    if name and is_file(path):
         return path
     near = did_you_mean(name, sorted(p.stem for p in folder.glob("*.yaml")))
     raise UserError(f"{kind}={name}: there is no {folder.name}/{name}.yaml{near}")
+
+
+def _beside(path: Path, pattern: str) -> list[str]:
+    try:
+        return sorted(found.name for found in path.parent.glob(pattern))
+    except (OSError, ValueError):  # no folder can be called that
+        return []
 
 
 @dataclass
@@ -114,6 +121,8 @@ class _Draft:
         path = tuple(key.split("."))
         if not equals or not all(path):
             raise UserError(f"command line: {text!r} is not dotted.key=value")
+        if len(path) > MAX_DEPTH:
+            raise UserError(f"command line: {key}: no key has over {MAX_DEPTH} parts")
         document = yaml_file.parse_value(value)
         section = self.data
         for depth, part in enumerate(path[:-1], start=1):
@@ -257,13 +266,13 @@ def _expanded(path: Path) -> Path:
 def _check_files(config: Config, places: dict[KeyPath, Place]) -> None:
     for name in ("path", "eval_path"):
         path: Path | None = getattr(config.data, name)
-        if path is not None and not path.is_file():
-            near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.json*")))
+        if path is not None and not is_file(path):
+            near = did_you_mean(path.name, _beside(path, "*.json*"))
             near = near if "did you mean" in near else ""
             raise UserError(f"{places.get(('data', name), 'data')}: data.{name}: there is no file {path}{near}")
     model = {"model.path": config.model.path} if config.model.path is not None else {}
     for key, folder in (model | config.algorithm.folders).items():
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise UserError(f"{places.get(tuple(key.split('.')), key)}: {key}: there is no folder {folder}")
         _check_kind(folder / "config.json", key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -45,23 +46,43 @@ def file_kind(head: bytes) -> str | None:
     return None
 
 
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`, which raises for a name that is too long for one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """As `Path.is_dir`, which raises for a name that is too long for one."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_regular(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes, without waiting on a pipe or reading a device for ever.
 
     Raises OSError, whose strerror says what else it is or how large.
     """
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(descriptor)
+        raise OSError(0, f"it is {other_kind(state.st_mode)}, not a file", str(path))
     with open(descriptor, "rb") as file:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            raise OSError(0, f"it is {_other(state.st_mode)}, not a file", str(path))
-        content = file.read(most + 1)
-        if len(content) > most:
-            raise OSError(0, f"it has {max(state.st_size, most + 1):,} bytes; at most {most:,} are read", str(path))
-        return content
+        content = file.read(min(most, state.st_size) + 1)
+    if len(content) > most:
+        raise OSError(0, f"it has {max(state.st_size, most + 1):,} bytes; at most {most:,} are read", str(path))
+    return content
 
 
-def _other(mode: int) -> str:
+def other_kind(mode: int) -> str:
+    """What a file of this mode is that is not a regular one."""
     kinds = (
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a pipe"),

@@ -45,7 +45,7 @@ class Run(Section):
 
     root: Path = Path("runs")
     """Folder of run directories, on the shared filesystem."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)
     """Name of the run directory. Default: recipe, time and a random suffix."""
     seed: int = Field(1234, ge=0, lt=1 << 63)
     """Seed of prompt order, sampling and training."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from vime.config.file_kind import read_regular
 from vime.errors import UserError
 
 KeyPath = tuple[str | int, ...]
@@ -42,8 +43,34 @@ def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
+MAX_TEXT = 256 << 10
+"""Characters of a file or value; PyYAML takes about a second for a million."""
+MAX_DEPTH = 64
+MAX_NODES = 20_000
+"""Values of one document, each counted as often as an alias repeats it."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _core_resolvers()
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As PyYAML's, which would recurse as deep as the text says."""
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=self.peek_event().start_mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """As PyYAML's, whose scanner looks far ahead and takes seconds for thousands of open brackets."""
+        if self.flow_level > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+
+_TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} times"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -90,7 +117,7 @@ def load_file(path: Path) -> Document:
     Raises UserError with file and line for what is not YAML, a repeated key, a tag, or a document that is not a map.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, 4 * MAX_TEXT).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -119,6 +146,8 @@ def _kind(value: Any) -> str:
 
 
 def _parse(text: str, place_at: Callable[[int], Place]) -> Document:
+    if len(text) > MAX_TEXT:
+        raise UserError(f"{place_at(1)}: {len(text):,} characters are too many: at most {MAX_TEXT:,} are read")
     try:
         node = yaml.compose(text, Loader=_Loader)
         places: dict[KeyPath, Place] = {(): place_at(1)}
@@ -141,10 +170,16 @@ class _Builder:
     def __init__(self, place_at: Callable[[int], Place], places: dict[KeyPath, Place]) -> None:
         self.place_at = place_at
         self.places = places
+        self.count = 0
         self.open: set[int] = set()  # nodes being built: an alias to one of them would never end
 
     def build(self, node: yaml.Node, path: KeyPath, key: yaml.Node) -> Any:
         line = key.start_mark.line + 1
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise UserError(f"{self.place_at(line)}: more than {MAX_NODES:,} values, with what aliases repeat")
+        if len(path) > MAX_DEPTH:
+            raise UserError(f"{self.place_at(line)}: not valid YAML: {_TOO_DEEP}")
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
         self.places[path] = self.place_at(line)
         if isinstance(node, yaml.ScalarNode):

@@ -92,14 +92,19 @@ def changed_line(changes: Sequence[str]) -> str:
 
 
 def _read_cursor(cursor: Mapping[str, Any], problems: int) -> tuple[int, int, int]:
-    epoch, position, offset = cursor.get("epoch"), cursor.get("position"), cursor.get("offset", 0)
-    whole = isinstance(epoch, int) and isinstance(position, int) and isinstance(offset, int)
-    if not whole or epoch < 0 or not 0 <= position <= problems:
-        shown = {key: value for key, value in cursor.items() if key != "data"}
-        raise UserError(
-            f"the prompt cursor {shown} does not fit {problems} problems: was the data changed since the checkpoint?"
-        )
-    return epoch, position, offset
+    epoch: Any = cursor.get("epoch")
+    position: Any = cursor.get("position")
+    offset: Any = cursor.get("offset", 0)
+    if (
+        (isinstance(epoch, int) and isinstance(position, int) and isinstance(offset, int))
+        and epoch >= 0
+        and 0 <= position <= problems
+    ):
+        return epoch, position, offset
+    shown = {key: value for key, value in cursor.items() if key != "data"}
+    raise UserError(
+        f"the prompt cursor {shown} does not fit {problems} problems: was the data changed since the checkpoint?"
+    )
 
 
 Report = Callable[..., None]

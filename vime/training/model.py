@@ -40,7 +40,7 @@ def transformer_config(architecture: Architecture, training: Training, *, fused:
     dtype = torch_dtype(training.dtype)
     return TransformerConfig(
         **architecture.transformer,
-        **_experts(training),
+        **_experts(architecture, training),
         **_recompute(training),
         tensor_model_parallel_size=training.tensor_parallel,
         pipeline_model_parallel_size=training.pipeline_parallel,
@@ -80,11 +80,13 @@ def _pipeline(training: Training) -> dict[str, Any]:
     return dict(variable_seq_lengths=False, overlap_p2p_comm=True, batch_p2p_comm=False)
 
 
-def _experts(training: Training) -> dict[str, Any]:
-    """Settings of a mixture-of-experts model's parallelism and kernels."""
+def _experts(architecture: Architecture, training: Training) -> dict[str, Any]:
+    """Settings of a mixture-of-experts model's parallelism and kernels. A dense model beside one has no experts to
+    divide, however those of the other are."""
+    sparse = architecture.shape.experts > 0
     return dict(
-        expert_model_parallel_size=training.expert_parallel,
-        expert_tensor_parallel_size=training.expert_tensor_parallel,
+        expert_model_parallel_size=training.expert_parallel if sparse else 1,
+        expert_tensor_parallel_size=training.expert_tensor_parallel if sparse else training.tensor_parallel,
         # Also for a dense model: the default dispatcher is refused with packs of varying size.
         # All experts of a rank in one kernel call, which is Transformer Engine's.
         moe_grouped_gemm=HAVE_TRANSFORMER_ENGINE,
