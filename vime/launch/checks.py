@@ -17,11 +17,14 @@ from vime.models.shape import shape_of
 from vime.rollout.data.fingerprint import changes, fingerprint
 from vime.rollout.data.sources import check_task, load_problems, read_jsonl
 from vime.rollout.prompts import changed_line
+from vime.run.network import check_temporary_folder
 
 
 def check_ready(config: Config) -> None:
     """Refuse what can be planned but not run yet. Raises UserError with one line about the first such thing."""
     model, data = config.model, config.data
+    if config.cluster.scheduler == "local" and config.rollout.engines:
+        check_temporary_folder(config.cluster.environment)
     if model.tiny is None and model.path is None:
         named = f" of {model.name}" if model.name else ""
         download = f", made by `hf download {model.name} --local-dir FOLDER`" if model.name else ""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import resource
 import socket
 import struct
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -74,3 +76,21 @@ def allow_many_connections() -> None:
     """Raise the soft limit of open files to the hard one: a login's is commonly 1024, and each connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+MAX_TEMPORARY = 70
+"""Characters of the folder of temporary files: vLLM adds a name of 37 for a socket, and the kernel takes 107 in all."""
+
+
+def check_temporary_folder(environment: Mapping[str, str]) -> None:
+    """Refuse a folder of temporary files in which no socket can be made. `environment` adds to this process's.
+
+    Raises UserError: vLLM would give up minutes later without naming TMPDIR.
+    """
+    folder = environment.get("TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MAX_TEMPORARY:
+        raise UserError(
+            f"TMPDIR={folder} has {len(os.fsencode(folder))} characters on {socket.gethostname()}, and the path of a"
+            f" socket in it would be too long: set one of at most {MAX_TEMPORARY}, such as"
+            " cluster.environment.TMPDIR=/tmp"
+        )

@@ -22,7 +22,7 @@ from vime.rollout.engine.multinode import POLL_SECONDS, EngineNodes, NodeEnd
 from vime.rollout.engine.server import Server, headless_command, server_command, server_environment, span_flags
 from vime.rollout.limits import read_limits
 from vime.run.directory import RunDir
-from vime.run.network import ReservedPort, reserve_port
+from vime.run.network import ReservedPort, check_temporary_folder, reserve_port
 from vime.run.role import Role, become_subreaper, die_with_parent
 
 
@@ -138,6 +138,7 @@ class Engine:
 
 def run_engine(role: Role, config: Config) -> int:
     """Runs this node's process of its engine to the end; returns the exit code."""
+    check_temporary_folder({})
     stop = Stop()
     index, node = divmod(role.rank, config.nodes_per_engine)
     context = read_limits(config.rollout, role.model).context
