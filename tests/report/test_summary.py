@@ -20,6 +20,8 @@ from tests.report.run_maker import (
     train,
     update,
 )
+from tests.supervise.test_lifecycle import save
+from vime.report.progress import Watch
 from vime.report.summary import Summary, summarize
 from vime.run.directory import RunDir, Status
 
@@ -239,7 +241,10 @@ def test_unreadable_status_and_configuration(tmp_path: Path) -> None:
         None,
         1,
     )
-    assert summary.warnings == ["status.json is missing or does not read, so the state is unknown"]
+    assert summary.warnings == [
+        f"the configuration does not read: {run.config}:1: not valid YAML: expected ',' or ']', but got '<stream end>'",
+        "status.json is missing or does not read, so the state is unknown",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -327,3 +332,86 @@ def test_long_metrics_file_in_bounded_memory(tmp_path: Path) -> None:
     assert (summary.steps.done, summary.steps.repeated) == (100_000, 0)
     assert summary.reward is not None
     assert len(summary.reward.curve) <= 64
+
+
+def test_what_is_no_regular_file_is_said_and_not_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, a device read for ever."""
+    run = make_completed(tmp_path)
+    for path, make in ((run.status, os.mkfifo), (run.config, Path.mkdir), (run.metrics, os.mkfifo)):
+        path.unlink()
+        make(path)
+    run.events.unlink()
+    run.events.symlink_to("/dev/zero")
+    begun = time.monotonic()
+    summary = summarize(run)
+    Watch(run).look()
+    assert time.monotonic() - begun < 5
+    assert summary.outcome.state == "unknown"
+    assert summary.warnings[:4] == [
+        "status.json is a pipe, not a file: it was not read",
+        "config.yaml is a folder, not a file: it was not read",
+        "metrics.jsonl is a pipe, not a file: it was not read",
+        "events.jsonl is a device, not a file: it was not read",
+    ]
+
+
+def test_a_line_without_end_is_left_out_and_said(tmp_path: Path) -> None:
+    run = make_completed(tmp_path)
+    whole = summarize(run).reward
+    with run.metrics.open("ab") as file:
+        file.write(b'{"step": 61, "x": "' + b'{"' * 25_000_000)
+    begun = time.process_time()
+    summary = summarize(run)
+    Watch(run).look()
+    assert time.process_time() - begun < 2
+    assert summary.reward == whole
+    assert summary.warnings == ["metrics.jsonl: 1 line of over 1,048,576 bytes were left out"]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        '{"state": "running", "attempt": [1]}',
+        '{"state": "running", "step": "many"}',
+        '{"state": "failed", "started": 5}',
+        '{"state": {}}',
+        '{"state": "failed", "failure": {"role": []}}',
+        '{"state": "failed", "failure": ' + "[" * 5000,
+        "[]",
+        "null",
+    ],
+)
+def test_a_status_of_wrong_types_is_unknown(tmp_path: Path, status: str) -> None:
+    run = make_run(tmp_path)
+    run.status.write_text(status)
+    summary = summarize(run)
+    assert summary.outcome.state == "unknown"
+    assert "status.json is missing or does not read, so the state is unknown" in summary.warnings
+
+
+def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+    run = make_completed(tmp_path)
+    assert summarize(run).checkpoint_step is None
+    for step in (20, 40, 60):
+        save(run, step)
+    (run.checkpoints / "step_60" / "weights").write_bytes(b"")
+    assert summarize(run).checkpoint_step == 40
+
+
+def test_a_reader_whose_clock_is_ahead_does_not_lose_a_live_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence is measured by the clock that dates the files."""
+    run = make_run(tmp_path)
+    run.write_status(Status("running", started=STARTED))
+    ahead = time.time() + 310
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    assert not summarize(run).outcome.lost_contact
+    before = sorted(path.name for path in run.path.iterdir())
+    age(run, 310)
+    assert summarize(run).outcome.lost_contact is False, "the files are of 310 s after the disk's time"
+    assert sorted(path.name for path in run.path.iterdir()) == before, "nothing is left behind"
+    os.utime(run.status, (1, 1))
+    for path in (run.metrics, run.events, run.config):
+        path.unlink(missing_ok=True)
+    assert summarize(run).outcome.lost_contact

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vime.run.checkpoints import newest_checkpoint
+from vime.run.checkpoints import MARKER, Facts, begin, commit, newest_checkpoint
 from vime.run.directory import Failure, RunDir, State, Status
 from vime.supervise.lifecycle import begin_attempt, no_progress, refusals, refused_nodes
 
@@ -21,6 +21,16 @@ def _run(path: Path, *events: dict[str, Any]) -> RunDir:
 
 def _started(attempt: int, checkpoint: int) -> dict[str, Any]:
     return {"event": "run_started", "attempt": attempt, "checkpoint": checkpoint}
+
+
+def save(run: RunDir, step: int) -> None:
+    """A complete checkpoint."""
+    writing = begin(run.checkpoints, step)
+    (writing / "weights").write_bytes(b"w")
+    commit(
+        writing,
+        Facts(step=step, cursor={}, attempt=1, time="now", tensor_parallel=1, pipeline_parallel=1, settings={}),
+    )
 
 
 @pytest.mark.parametrize("state", ["running", "requeued", "failed", "cancelled", "timeout"])
@@ -48,10 +58,14 @@ def test_only_a_checkpoint_with_its_marker_counts(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert newest_checkpoint(run) == 0
     for name, complete in (("step_4", True), ("step_12", True), ("step_20", False), (".step_30.tmp", True)):
-        (run.checkpoints / name).mkdir(parents=True)
-        if complete:
-            (run.checkpoints / name / "complete").touch()
-    assert newest_checkpoint(run) == 12
+        save(run, int(name.partition(".tmp")[0].rpartition("_")[2]))
+        if not complete:
+            (run.checkpoints / name / MARKER).unlink()
+        elif name.startswith("."):
+            (run.checkpoints / "step_30").rename(run.checkpoints / name)
+    save(run, 15)
+    (run.checkpoints / "step_15" / "weights").unlink()
+    assert newest_checkpoint(run) == 12, "nor one that was damaged later"
 
 
 @pytest.mark.parametrize(
@@ -71,8 +85,7 @@ def test_a_chain_ends_after_two_attempts_that_saved_nothing_new(
 ) -> None:
     run = _run(tmp_path, *(_started(number, step) for number, step in enumerate(begun, 1)))
     if now:
-        (run.checkpoints / f"step_{now}").mkdir(parents=True)
-        (run.checkpoints / f"step_{now}" / "complete").touch()
+        save(run, now)
     assert bool(no_progress(run)) == ends
 
 

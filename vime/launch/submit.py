@@ -64,7 +64,11 @@ def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] 
 def new_run(config: Config, plan: Plan) -> RunDir:
     """The directory of a run that is about to be submitted. Raises UserError when it cannot be made."""
     run = RunDir.create(config.run.root, config.run.name, config.recipe)
-    prepare(run, config, plan)
+    try:
+        prepare(run, config, plan)
+    except OSError as error:
+        discard(run)
+        raise UserError(f"run.root={config.run.root} cannot be written: {error.strerror}") from error
     return run
 
 

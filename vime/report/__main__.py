@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from vime.config.file_kind import is_file, is_folder
 from vime.errors import UserError, nearest
 from vime.report.compare import compare, is_run, render_comparison, runs_in
 from vime.report.render import render
@@ -49,11 +50,11 @@ def find_run(given: Path, root: Path = Path("runs")) -> Path:
     """The folder meant: `given` itself, or that name under `root`. Raises UserError naming the nearest one there is."""
     candidates = [given] if given.is_absolute() else [given, root / given]
     for folder in candidates:
-        if folder.is_dir() and (is_run(folder) or runs_in(folder)):
+        if is_folder(folder) and (is_run(folder) or runs_in(folder)):
             return folder
-    if given.is_dir():
+    if is_folder(given):
         raise UserError(f"{given} is neither a run directory nor a folder of them: no status.json or config.yaml in it")
-    if given.exists():
+    if is_file(given):
         raise UserError(f"{given} is a file; give the run's folder")
     nearby = {name: parent / name for parent in {given.parent, root} for name in _names(parent)}
     meant = nearest(given.name, nearby)
@@ -64,7 +65,7 @@ def find_run(given: Path, root: Path = Path("runs")) -> Path:
 def _names(folder: Path) -> list[str]:
     try:
         return [entry.name for entry in folder.iterdir() if is_run(entry)]
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vime.config.file_kind import is_file
 from vime.config.section import Frozen
 from vime.report.render import state_words, tidy
 from vime.report.settings import Settings, read_settings
@@ -36,7 +37,7 @@ class Comparison(Frozen):
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory."""
-    return (folder / "status.json").is_file() or (folder / "config.yaml").is_file()
+    return is_file(folder / "status.json") or is_file(folder / "config.yaml")
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -72,7 +72,6 @@ class Events:
     drop_reasons: dict[str, int] = field(default_factory=dict)
     engine_restarts: dict[int, int] = field(default_factory=dict)
     """Engine index -> restarts."""
-    checkpoint_step: int | None = None
     export: str | None = None
     roles: Roles = field(default_factory=Roles)
 
@@ -99,8 +98,6 @@ def read_events(path: Path, tolerance: float | None = None) -> Events:
         elif name == "restarted":
             engine = _integer(record.get("engine"), rank)
             events.engine_restarts[engine] = events.engine_restarts.get(engine, 0) + 1
-        elif name == "checkpoint_saved":
-            events.checkpoint_step = _integer(record.get("step"), 0) or events.checkpoint_step
         elif name == "exported":
             events.export = str(record["path"]) if record.get("path") else events.export
     events.weights = updates.result(tolerance)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import secrets
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -41,13 +43,15 @@ def read_outcome(
 ) -> tuple[Outcome, Status | None]:
     """The outcome, and the status it rests on (None when status.json does not read).
 
+    now: seconds since the epoch; by default as the disk of the run tells the time, to which writes there are compared.
     `slowest_step`: seconds of the run's longest step; a run is not lost before five of those have passed in silence.
     """
-    now = time.time() if now is None else now
     try:
         status: Status | None = run.read_status()
     except UserError:
         status = None
+    if now is None:
+        now = time.time() if status is not None and status.terminal else clock_there(run.path)
     beat = max(_write_times(run), default=None)
     age = None if beat is None else max(0.0, now - beat)
     state: State | Literal["unknown"] = status.state if status else "unknown"
@@ -69,6 +73,24 @@ def read_outcome(
         heartbeat_age=age,
     )
     return outcome, status
+
+
+def clock_there(folder: Path) -> float:
+    """The time by the clock that dates the files of `folder`: that of a file written there just now.
+
+    A login node's own clock may be minutes from that of a file server. It is used where nothing can be written.
+    """
+    probe = folder / f".clock.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, b"\n")
+            return os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+            probe.unlink(missing_ok=True)
+    except OSError:
+        return time.time()
 
 
 def seconds_of(moment: str | None) -> float | None:

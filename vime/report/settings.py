@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from vime.config import yaml_file
+from vime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class Settings:
 
     values: dict[str, Any]
     """Every leaf by its dotted key; lists are leaves."""
+    problem: str | None = None
+    """Why there are none although there is a file."""
 
     def text(self, key: str) -> str | None:
         """A value as a person would type it."""
@@ -24,7 +28,7 @@ class Settings:
     def integer(self, key: str) -> int | None:
         """A whole number."""
         value = self.number(key)
-        return int(value) if value is not None and value == int(value) else None
+        return int(value) if value is not None and math.isfinite(value) and value == int(value) else None
 
     def number(self, key: str) -> float | None:
         """A number. YAML 1.1 readers take 1e-4 for a string, so a string is tried too."""
@@ -33,17 +37,17 @@ class Settings:
             return None
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings of a config.yaml; empty when it is missing or does not read."""
+    """The settings of a config.yaml; empty when it is missing or does not read, which `problem` then says."""
     try:
-        content = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, ValueError):
-        return Settings({})
-    return Settings(dict(_leaves("", content)) if isinstance(content, dict) else {})
+        content = yaml_file.load_file(path).data
+    except UserError as error:
+        return Settings({}, str(error) if path.exists() else None)
+    return Settings(dict(_leaves("", content)))
 
 
 def _leaves(prefix: str, value: dict[Any, Any]) -> list[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from vime.report.phase import read_phase
 from vime.report.series import Series
 from vime.report.settings import read_settings
 from vime.report.warnings import find_warnings
+from vime.run.checkpoints import newest_checkpoint
 from vime.run.directory import Failure, RunDir
 
 
@@ -147,11 +148,11 @@ def summarize(run: RunDir, now: float | None = None) -> Summary:
         weights=events.weights,
         dropped=_dropped(metrics, events),
         engine_restarts=[Restarts(engine=i, restarts=n) for i, n in sorted(events.engine_restarts.items())],
-        checkpoint_step=events.checkpoint_step,
+        checkpoint_step=newest_checkpoint(run) or None,
         export=events.export,
         failure=failure,
         logs=str(logs) if logs.is_dir() else None,
-        warnings=find_warnings(settings, metrics, events, outcome, failure, steps.done),
+        warnings=find_warnings(settings, metrics, events, outcome, failure, steps.done, run),
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from vime.report.events import Events
 from vime.report.metrics import LOGPROB_DIFF, REWARD, Metrics
 from vime.report.outcome import Outcome
 from vime.report.settings import Settings
+from vime.report.unreadable import unreadable
 from vime.report.words import duration, plural
-from vime.run.directory import Failure
+from vime.run.directory import Failure, RunDir
+from vime.run.files import RESERVED
 
 DEAD_GROUPS = 0.9  # share of groups without spread in reward, above which there is next to nothing to learn from
 TRUNCATED = 0.5  # share of responses cut at the length limit
@@ -18,15 +21,35 @@ ENOUGH_STEPS = 10  # before that many, a reward that has not risen says nothing
 
 
 def find_warnings(
-    settings: Settings, metrics: Metrics, events: Events, outcome: Outcome, failure: Failure | None, done: int
+    settings: Settings,
+    metrics: Metrics,
+    events: Events,
+    outcome: Outcome,
+    failure: Failure | None,
+    done: int,
+    run: RunDir,
 ) -> list[str]:
     """Warnings in the order of their weight."""
     return [
+        *unreadable(run),
+        *([f"the configuration does not read: {settings.problem}"] if settings.problem else []),
+        *_of_disk(run, outcome),
         *_of_outcome(settings, metrics, outcome, failure, done),
         *_of_numbers(settings, metrics),
         *_of_weights(settings, events),
         *_of_rollout(settings, metrics, events),
     ]
+
+
+def _of_disk(run: RunDir, outcome: Outcome) -> Iterator[str]:
+    if outcome.state == "completed":
+        return
+    try:
+        state = os.statvfs(run.path)
+    except OSError:
+        return
+    if state.f_blocks > 0 and state.f_bavail * state.f_frsize < RESERVED:
+        yield f"no space is left on the disk of {run.path}: what its roles wrote last may be missing"
 
 
 def _of_outcome(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from vime.config import Config
+from vime.config.file_kind import read_regular
 from vime.config.section import Frozen
 from vime.errors import UserError
 from vime.run.directory import RunDir
@@ -23,6 +25,8 @@ from vime.run.files import sync_folder, write_atomic
 
 MARKER = "complete"
 """The file that is written last, JSON. It lists the others with their sizes: a torn copy does not pass either."""
+MAX_MARKER = 64 << 20
+"""Bytes of a marker, which names every file of its checkpoint."""
 FIXED = (
     "model.path",
     "model.tiny",
@@ -162,15 +166,22 @@ def newest(folder: Path, config: Config) -> tuple[Complete, list[Incomplete]]:
     return checkpoint, incomplete
 
 
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # there is none
+        return []
+
+
 def _folders(folder: Path) -> Iterator[tuple[int, Path, bool]]:
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in _entries(folder):
         if match := re.fullmatch(r"step_(\d+)|\.step_(\d+)\.tmp", path.name):
             yield int(match[1] or match[2]), path, match[1] is not None
 
 
 def _read(path: Path, step: int) -> Complete | Incomplete:
     try:
-        facts = Facts.model_validate_json((path / MARKER).read_bytes())
+        facts = Facts.model_validate_json(read_regular(path / MARKER, MAX_MARKER))
     except FileNotFoundError:
         return Incomplete(path, f"it has no {MARKER}")
     except (OSError, ValidationError) as error:
@@ -178,11 +189,18 @@ def _read(path: Path, step: int) -> Complete | Incomplete:
     if facts.step != step:
         return Incomplete(path, f"its {MARKER} is that of step {facts.step}")
     for name, size in facts.files.items():
-        file = path / name
-        seen = file.stat().st_size if file.is_file() else None
+        seen = _size(path / name)
         if seen != size:
             return Incomplete(path, f"{name} {'is missing' if seen is None else f'has {seen} of {size} bytes'}")
     return Complete(path, facts)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        state = path.stat()
+    except (OSError, ValueError):
+        return None
+    return state.st_size if stat.S_ISREG(state.st_mode) else None
 
 
 def _delete(path: Path) -> None:
@@ -194,9 +212,4 @@ def _delete(path: Path) -> None:
 
 def newest_checkpoint(run: RunDir) -> int:
     """Step of the newest complete checkpoint; 0 when there is none."""
-    steps = [
-        int(marker.parent.name.removeprefix("step_"))
-        for marker in run.checkpoints.glob(f"step_*/{MARKER}")
-        if marker.parent.name.removeprefix("step_").isdigit()
-    ]
-    return max(steps, default=0)
+    return max((checkpoint.facts.step for checkpoint in survey(run.checkpoints)[0]), default=0)

@@ -11,13 +11,16 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
+from vime.config.file_kind import read_regular
 from vime.errors import UserError
-from vime.run.files import write_atomic
+from vime.run.files import reserve, write_atomic, write_reserved
 from vime.run.jsonl import _append_line
 from vime.run.role import Role
 
@@ -173,25 +176,51 @@ class RunDir:
     def read_status(self) -> Status:
         """Read status.json. Raises UserError when there is none or it does not read as one."""
         try:
-            value = json.loads(self.status.read_bytes())
-            return _status_from(value)
+            return _STATUS.validate_json(read_regular(self.status, MAX_STATUS), strict=True)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run directory: it has no status.json") from None
         except OSError as error:
             raise UserError(f"{self.status} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{self.status} does not read as a status: {error}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise UserError(f"{self.status} does not read as a status: {place}: {first['msg']}") from error
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json."""
-        write_atomic(self.status, json.dumps(asdict(status), indent=2) + "\n")
+        """Replace status.json. A last status is written into the space reserved for it when the disk is full.
+
+        Raises OSError when it cannot be written.
+        """
+        last = status.terminal or status.state == "requeued"
+        try:
+            write_atomic(self.status, _json(status))
+        except OSError:
+            if not last or not self._reserved.exists():
+                raise
+            write_reserved(self.status, self._reserved, _json(_clipped(status)))
+        if status.terminal and status.ended is not None:
+            self._reserved.unlink(missing_ok=True)
+
+    def reserve_status(self) -> None:
+        """Keep space for a last status: it must be written when the disk of the run is full."""
+        reserve(self._reserved)
+
+    @property
+    def _reserved(self) -> Path:
+        return self.path / ".status.reserved"
 
 
-def _status_from(value: Mapping[str, Any]) -> Status:
-    if value["state"] not in get_args(State):
-        raise ValueError(f"unknown state {value['state']!r}")
-    known = {field.name: value[field.name] for field in fields(Status) if field.name in value}
-    failure = known.get("failure")
-    if failure is not None:
-        known["failure"] = Failure(**{field.name: failure[field.name] for field in fields(Failure)})
-    return Status(**known)
+def _json(status: Status) -> str:
+    return json.dumps(asdict(status), indent=2) + "\n"
+
+
+def _clipped(status: Status) -> Status:
+    """`status` with a log's tail that surely fits into the reserved space."""
+    if status.failure is None:
+        return status
+    return replace(status, failure=replace(status.failure, tail=[line[:300] for line in status.failure.tail]))
+
+
+_STATUS = TypeAdapter(Status)
+MAX_STATUS = 4 << 20
+"""Bytes of a status, of which a log's last lines are the most."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import time
@@ -115,3 +117,41 @@ def _free(folder: Path) -> str:
     except OSError:
         return ""
     return f" ({state.f_bavail * state.f_frsize:,} bytes are free there)"
+
+
+RESERVED = 128 << 10
+"""Bytes kept for a last small file on a disk that is full by then."""
+
+
+def reserve(path: Path) -> None:
+    """Make `path` a file whose RESERVED bytes are on the disk, for `write_reserved`. One that is there is kept."""
+    if not path.exists():
+        write_atomic(path, os.urandom(RESERVED))  # zeros might not be stored
+
+
+def write_reserved(path: Path, reserved: Path, content: str) -> None:
+    """Replace `path` within the space of `reserved`, which becomes it. Raises OSError when that cannot be done."""
+    data = content.encode()
+    if len(data) > RESERVED:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    descriptor = os.open(reserved, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(reserved, path)
+
+
+def disk_problem(folder: Path) -> str | None:
+    """Why no file can be written in `folder` at this moment, in one line; None when one can."""
+    probe = folder / f".probe.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        write_atomic(probe, os.urandom(RESERVED))
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}{_free(folder)}"
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -23,7 +24,15 @@ from vime.slurm.environment import srun_environment, without_job
 from vime.slurm.scheduler import job_states
 from vime.slurm.srun import THREADS
 from vime.supervise.commands import Command
-from vime.supervise.failure import GRACE, describe, describe_silent, finished, first_cause, stop_outcome
+from vime.supervise.failure import (
+    GRACE,
+    describe,
+    describe_silent,
+    finished,
+    first_cause,
+    stop_outcome,
+    with_disk,
+)
 from vime.supervise.lifeline import VARIABLE as LIFELINE
 from vime.supervise.lifeline import Lifeline
 from vime.supervise.processes import End, Processes, spawn
@@ -98,7 +107,7 @@ class Attempt:
             self._start_all(processes, status.attempt, lifeline)
             cause = self._watch(processes, status)
             state = "completed" if cause is None else "failed"
-            failure = None if cause is None else self._failure(cause, control)
+            failure = None if cause is None else with_disk(self._failure(cause, control), self.run)
         except Stopped as stop:
             state, failure = self._stop(stop, control, processes)
         except Superseded:
@@ -112,9 +121,10 @@ class Attempt:
                 # SLURM kills this process KillWait seconds after it told it to stop: the last word comes first.
                 status = replace(status, state=state)
             if (failure is not None or status.state == state) and not superseded:
-                self.run.write_status(status)
+                with contextlib.suppress(OSError):  # on a full disk there is space for one more status, the last
+                    self.run.write_status(status)
             if failure is not None and not superseded:
-                self.run.append_event(self._supervisor, "failure", role_failed=failure.role, rank_failed=failure.rank)
+                self._event("failure", role_failed=failure.role, rank_failed=failure.rank)
             if lifeline is not None:
                 lifeline.close()
             left = processes.stop(self.cluster.stop_timeout + (0 if lifeline is None else WRAPPER_TIME))
@@ -125,7 +135,7 @@ class Attempt:
         del control  # the store lives until here: a role that is stopping may still use it
         status = replace(status, state=state, ended=utc_now())
         self.run.write_status(status)
-        self.run.append_event(self._supervisor, "run_ended", state=state)
+        self._event("run_ended", state=state)
         return status
 
     def _failure(self, cause: End, control: Control) -> Failure:
@@ -138,6 +148,11 @@ class Attempt:
             beats = {}
         attempt = self._supervisor.attempt
         return describe_silent(cause, beats, lambda rank: self.run.log("trainer", rank, attempt)) or describe(cause)
+
+    def _event(self, event: str, **details: Any) -> None:
+        """Record what happened, unless the disk is full: the status, which has space of its own, says that."""
+        with contextlib.suppress(OSError):
+            self.run.append_event(self._supervisor, event, **details)
 
     def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
         """What a request to stop leads to. USR2 gives the trainers time to save."""
@@ -252,7 +267,8 @@ class Attempt:
                     raise Superseded
                 if (now := last_step(self.run.metrics)) > step:
                     step = now
-                    self.run.write_status(replace(status, step=step))
+                    with contextlib.suppress(OSError):  # whoever needs the disk more fails by it, and is named
+                        self.run.write_status(replace(status, step=step))
         return None
 
     def _told(self, processes: Processes) -> End | None:

@@ -6,11 +6,13 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vime.buffer.control import Beat
 from vime.config.cluster import Cluster
 from vime.run.directory import Failure, RunDir, State, node_name, utc_now
+from vime.run.files import disk_problem
 from vime.run.jsonl import read_lines
 from vime.slurm.allocation import Allocation
 from vime.slurm.scheduler import batch_log, job_fate, output_of
@@ -95,6 +97,12 @@ def finished(end: End, run: RunDir, attempt: int) -> bool:
 def launcher_failure(role: str, log: Path, exit_code: int | None = None, signal: str | None = None) -> Failure:
     """The failure record of a process of the launcher: supervisor or guardian. How it ended may be unknown."""
     return Failure(role, 0, node_name(), exit_code, signal, utc_now(), str(log), tail(log))
+
+
+def with_disk(failure: Failure, run: RunDir) -> Failure:
+    """The failure, with a last line that says so if the run's folder cannot be written: a log on a full disk cannot."""
+    problem = disk_problem(run.path)
+    return failure if problem is None else replace(failure, tail=[*failure.tail, problem])
 
 
 def stop_outcome(

@@ -27,7 +27,7 @@ from vime.plan.plan import MOVED
 from vime.run.directory import Failure, RunDir, Status, utc_now
 from vime.run.role import become_subreaper, die_with_parent
 from vime.slurm.scheduler import exclude_nodes, job_states, requeue_ending
-from vime.supervise.failure import launcher_failure
+from vime.supervise.failure import launcher_failure, with_disk
 from vime.supervise.lifecycle import begin_attempt, no_progress, refused_nodes
 from vime.supervise.process_tree import kill_descendants, reap_orphans
 from vime.supervise.processes import KILL_TIMEOUT, signal_name
@@ -153,8 +153,12 @@ def close(run: RunDir, failure: Failure, attempt: int | None = None) -> Status:
     later = attempt is not None and status.attempt != attempt
     if later or status.terminal or status.state == "requeued" or not run.path.exists():
         return status
-    closed = replace(status, state="failed", ended=utc_now(), failure=status.failure or failure)
-    run.write_status(closed)
+    failure = status.failure or with_disk(failure, run)
+    closed = replace(status, state="failed", ended=utc_now(), failure=failure)
+    try:
+        run.write_status(closed)
+    except OSError as error:
+        print(f"{run.status} cannot be written: {error.strerror}; the run has failed", file=sys.stderr, flush=True)
     return closed
 
 

@@ -27,6 +27,7 @@ def begin_attempt(run: RunDir) -> Status:
     if status.state not in ("pending", "completed"):
         attempt = next_attempt(run, status)
         status = replace(status, state="pending", attempt=attempt, ended=None, failure=None)
+        run.reserve_status()
         run.write_status(status)
     return status
 
@@ -75,6 +76,7 @@ def no_progress(run: RunDir) -> str:
 
 def prepare(run: RunDir, config: Config, plan: Plan) -> None:
     """Write configuration, plan and a pending status into the run's folder."""
+    run.reserve_status()
     write_atomic(run.config, dump_resolved(config))
     write_atomic(run.plan, plan.model_dump_json(indent=2) + "\n")
     run.write_status(Status(state="pending"))

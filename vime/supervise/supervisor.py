@@ -6,6 +6,8 @@ and ends with exit code 0 when the run completed, else 1.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -14,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from vime.config import Config, TinyModel
 from vime.config.compose import compose_warmup, load_resolved
@@ -172,9 +174,30 @@ def _end(run: RunDir, status: Status) -> Status:
     return ended
 
 
+class _Tolerant(io.TextIOBase):
+    """A log that goes without what it cannot write: a full disk must not end the one who is to report it."""
+
+    def __init__(self, log: TextIO) -> None:
+        super().__init__()
+        self._log = log
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._log.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._log.flush()
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+
 def main(arguments: Sequence[str], commands: Commands = run_commands) -> NoReturn:
     """Supervise the run of `arguments`: its folder and, from a guardian, the guardian's pid. Ends this process."""
     code = 1
+    sys.stdout, sys.stderr = _Tolerant(sys.stdout), _Tolerant(sys.stderr)
     try:
         code = _main(arguments, commands)
     except Exception:  # noqa: BLE001 - the traceback is the failure's log tail

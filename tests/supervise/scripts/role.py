@@ -9,6 +9,7 @@ role.py pipe SECONDS CODE     exit CODE from a shell pipeline
 role.py export STEPS          write an export of that step (rank 0), exit 0
 role.py until FILE            as serve, then exit 0 once FILE is in the run's folder
 role.py flood MEGABYTES       print so much without an end of line, exit 1
+role.py fill                  fill the disk of the run, exit 1
 role.py follow FILE           exit 1 a moment after the process whose pid is in FILE is gone
 """
 
@@ -67,6 +68,14 @@ def main(what: str, arguments: list[str]) -> int:
         for _ in range(int(arguments[0])):
             os.write(1, b"x" * (1 << 20))
         return 1
+    elif what == "fill":
+        report(NAME, 0)
+        filler = os.open(RUN / "filler", os.O_WRONLY | os.O_CREAT)
+        try:
+            while True:
+                os.write(filler, bytes(4096))
+        except OSError as full:
+            os.write(1, str(full).encode())  # which the log on that disk cannot hold
     elif what == "follow":
         report(NAME, 0)
         followed = RUN / "seen" / arguments[0]
