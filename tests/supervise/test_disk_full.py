@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.supervise.job import REPOSITORY, SERVING, Job
+from tests.supervise.job import REPOSITORY, SERVING, Job, config_in
+from vime.errors import UserError
+from vime.launch.submit import submit
+from vime.plan.plan import make_plan
 from vime.run.directory import Failure, RunDir, Status
 from vime.supervise.guardian import close
 
@@ -87,6 +90,14 @@ def test_a_launcher_that_cannot_write_says_so_and_ends_in_order(disk: Path, caps
     assert status.failure.tail[-1].startswith(f"{run.path} cannot be written: No space left on device")
     assert f"{run.status} cannot be written: No space left on device" in capsys.readouterr().err
     assert "no space is left on the disk" in " ".join(report_of(run).split())
+
+
+def test_a_submission_to_a_full_disk_is_refused_and_leaves_nothing(disk: Path) -> None:
+    fill(disk)
+    config = config_in(disk, "run.name=mine")
+    with pytest.raises(UserError, match=rf"^{disk}/mine cannot be written: No space left on device$"):
+        submit(config, make_plan(config), wait=False)
+    assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def test_a_limit_on_the_size_of_files_is_named_too(tmp_path: Path) -> None:

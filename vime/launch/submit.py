@@ -58,6 +58,9 @@ def submit(config: Config, plan: Plan, *, wait: bool, supervisor: Sequence[str] 
     except UserError:
         discard(run)
         raise
+    except OSError as error:
+        discard(run)
+        raise _unwritable(run, error) from error
     return _attend(run, config, job, wait)
 
 
@@ -68,8 +71,12 @@ def new_run(config: Config, plan: Plan) -> RunDir:
         prepare(run, config, plan)
     except OSError as error:
         discard(run)
-        raise UserError(f"run.root={config.run.root} cannot be written: {error.strerror}") from error
+        raise _unwritable(run, error) from error
     return run
+
+
+def _unwritable(run: RunDir, error: OSError) -> UserError:
+    return UserError(f"{run.path} cannot be written: {error.strerror}")
 
 
 def discard(run: RunDir) -> None:
@@ -107,9 +114,12 @@ def _resubmit(run: RunDir, overrides: Sequence[str], supervisor: Sequence[str]) 
         # Without a checkpoint, or with a setting or data that must not change, nothing is overwritten or submitted.
         check_unchanged(config, newest(run.checkpoints, config)[0].facts.cursor)
     before = {file: file.read_bytes() for file in (run.config, run.plan, run.submission, run.status) if file.exists()}
-    prepare(run, config, plan)
-    run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
-    run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
+    try:
+        prepare(run, config, plan)
+        run.write_status(replace(status, state="pending", attempt=attempt, ended=None, failure=None))
+        run.append_event(launcher_role(run, attempt), "resumed", overrides=list(overrides))
+    except OSError as error:
+        raise _unwritable(run, error) from error
     try:
         job = _executor(run, config, plan).submit(Guard(tuple(supervisor)), str(run.path))
     except SubmissionUnknown:
