@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from vime.errors import UserError
-from vime.training.checkpoint.plain_load import check_owner, plain_pickles
+from vime.training.checkpoint.plain_load import check_index, check_owner, plain_pickles
 
 
 class Hostile:
@@ -33,8 +33,9 @@ def test_the_index_of_a_checkpoint_calls_nothing(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
     with plain_pickles(), pytest.raises(UserError, match=r"index would call posix.mkdir, which vime does not write"):
         FileSystemReader(tmp_path).read_metadata()
+    with pytest.raises(UserError, match=r"index would call posix.mkdir"):
+        check_index(tmp_path)
     assert not mark.exists()
-    FileSystemReader(tmp_path).read_metadata  # noqa: B018 - as torch's own again outside
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path).read_metadata()
     assert mark.exists(), "without it the file is made"

@@ -35,7 +35,7 @@ from vime.run.checkpoints import (
 from vime.run.directory import utc_now
 from vime.run.files import wait_for_file
 from vime.training.checkpoint.model_state import FORMAT, load_into, load_model, state_of, state_of_model
-from vime.training.checkpoint.plain_load import check_owner, plain_pickles
+from vime.training.checkpoint.plain_load import check_index, check_owner, plain_pickles
 from vime.training.checkpoint.writer import save_strategy
 from vime.training.collectives import broadcast_json
 from vime.training.learner import Learner
@@ -162,6 +162,7 @@ class Checkpoints:
             try:
                 checkpoint, incomplete = newest(self._folder, self._config)
                 check_owner(checkpoint.path)
+                check_index(checkpoint.path)  # here, so that all ranks refuse it together
                 choice = {"path": str(checkpoint.path), "facts": checkpoint.facts.model_dump(mode="json")}
             except UserError as error:
                 choice = {"error": str(error)}

@@ -6,11 +6,13 @@ writes tensors, numbers, texts and containers of them there, so while it loads, 
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -20,36 +22,27 @@ from torch.distributed.checkpoint import default_planner, filesystem
 
 from vime.errors import UserError
 
-_INDEX = {
-    "torch": {
-        "Size",
-        "device",
-        "strided",
-        *(name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)),
-    },
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMES = {
+    "torch": {"Size", "device", "strided", *_DTYPES},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict", "defaultdict"},
     "builtins": {"dict", "list", "set", "tuple"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
-"""By module, what torch's index of a checkpoint is made of."""
+"""By module, what torch's index of a checkpoint is made of besides RECORDS."""
+RECORDS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+"""Modules whose dataclasses and enumerations hold the rest: to make one assigns its fields and calls nothing."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _INDEX.get(module, ()):
+        if name in _NAMES.get(module, ()):
             return super().find_class(module, name)
+        found = super().find_class(module, name) if module in RECORDS and "." not in name else None
+        own = isinstance(found, type) and found.__module__ == module
+        if own and (is_dataclass(found) or issubclass(found, enum.Enum)):
+            return found
         raise UserError(f"the checkpoint's index would call {module}.{name}, which vime does not write: not loaded")
 
 
@@ -84,6 +77,12 @@ def plain_pickles() -> Iterator[None]:
         yield
     finally:
         filesystem.pickle, default_planner.DefaultLoadPlanner.load_bytes = before  # type: ignore[method-assign]
+
+
+def check_index(folder: Path) -> None:
+    """Read the index of a checkpoint and forget it. Raises UserError when it would call anything."""
+    with (folder / ".metadata").open("rb") as file:
+        _load_index(file)
 
 
 def check_owner(folder: Path) -> None:
