@@ -41,7 +41,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         found = super().find_class(module, name) if module in RECORDS and "." not in name else None
         own = isinstance(found, type) and found.__module__ == module
-        if own and (is_dataclass(found) or issubclass(found, enum.Enum)):
+        if own and (is_dataclass(found) or issubclass(found, enum.Enum)):  # type: ignore[arg-type]
             return found
         raise UserError(f"the checkpoint's index would call {module}.{name}, which vime does not write: not loaded")
 
