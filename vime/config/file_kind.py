@@ -73,6 +73,8 @@ def read_regular(path: Path, most: int) -> bytes:
     state = os.fstat(descriptor)
     if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
+        if stat.S_ISDIR(state.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(0, f"it is {other_kind(state.st_mode)}, not a file", str(path))
     with open(descriptor, "rb") as file:
         content = file.read(min(most, state.st_size) + 1)
