@@ -53,7 +53,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_named(ranks: Ranks,
         folder("narrow", {"lm_head.weight": embedding[:, :2].clone()}),
         folder("heads", {}, num_attention_heads=6, num_key_value_heads=6),
         folder("groups", {}, num_key_value_heads=4),
-        folder("layers", {}, num_hidden_layers=2),
+        folder("layers", {}, num_hidden_layers=2, layer_types=None),
         folder("vocabulary", {}, vocab_size=300),
         folder("norms", {"model.norm.weight": torch.ones(63)}),
     ]
