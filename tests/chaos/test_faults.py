@@ -22,11 +22,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from tests.supervise.job import REPOSITORY, SCRIPTS, SERVING, SMALLEST, Job, Roles, until
+from tests.supervise.job import REPOSITORY, SCRIPTS, SERVING, SMALLEST, Job, Roles, leave_checkpoint, until
 from vime.buffer.control import Beat, Control, EngineAddress, StopMessage
 from vime.buffer.seal import Seal
 from vime.config import TinyModel
-from vime.run.checkpoints import MARKER
 from vime.run.directory import RunDir
 from vime.run.role import Role
 
@@ -180,9 +179,7 @@ def test_two_resumptions_of_a_failed_run_begin_one_attempt(start: Start) -> None
     job = start((("trainer", 0, 1, True, ["fail", "0", "3"]),), tiny=SMALLEST)
     assert job.end(timeout=60) == 1
     run = job.run
-    saved = run.checkpoints / "step_1" / MARKER
-    saved.parent.mkdir(parents=True)
-    saved.touch()
+    leave_checkpoint(run, 1)
     (job.root / "commands-grpo.json").write_text(json.dumps([("trainer", 0, 1, True, ["finish", "0"])]))
     tries = [
         subprocess.Popen([*RESUME, str(run.path)], env=environ(job), stderr=subprocess.PIPE, text=True)

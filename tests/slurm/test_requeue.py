@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.job import FINISHING, SAVING, SERVING, SlurmRun
-from tests.supervise.job import until
+from tests.supervise.job import leave_checkpoint, until
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., SlurmRun]
@@ -90,6 +90,7 @@ def test_a_run_is_resumed_by_hand(start: Start, slurm: SlurmCluster) -> None:
     assert run.status().state == "cancelled"
     run.write(FINISHING)
     first = run.job_id
+    leave_checkpoint(run.run, 1)
     assert run.resume() == 0, run.log() + run.supervisor_log()
     assert (run.status().state, run.status().attempt) == ("completed", 2)
     assert run.job_id != first

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vime.config import Config, Model, TinyModel
-from vime.config.compose import compose, dump_resolved
-from vime.run.directory import RunDir, Status
+from vime.config.compose import compose, dump_resolved, load_resolved
+from vime.run.checkpoints import Facts, begin, commit, fixed_settings
+from vime.run.directory import RunDir, Status, utc_now
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -200,3 +201,11 @@ def until(true: Callable[[], object], timeout: float, what: str) -> None:
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
         time.sleep(0.02)
+
+
+def leave_checkpoint(run: RunDir, step: int) -> None:
+    """A complete checkpoint without tensors, as if the run had saved at `step`."""
+    writing = begin(run.checkpoints, step)
+    settings = fixed_settings(load_resolved(run.config))
+    sizes = {"tensor_parallel": 1, "pipeline_parallel": 1}
+    commit(writing, Facts(step=step, cursor={}, attempt=1, time=utc_now(), settings=settings, **sizes))
