@@ -331,7 +331,7 @@ def test_a_remote_reward_is_asked_again_within_bounds() -> None:
     ("answer", "text"),
     [
         (web.Response(status=422, text="no such field"), "answered status 422: no such field"),
-        (web.Response(text="{nonsense"), "JSONDecodeError"),
+        (web.Response(text="{nonsense"), "the answer is not JSON"),
         (web.Response(text="null"), "returned None"),
         (web.Response(text="[1]"), "returned a list, not a number"),
         (web.Response(text=json.dumps("9" * 5000)), "returned inf"),
