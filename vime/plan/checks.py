@@ -13,7 +13,7 @@ from vime.models.shape import shape_of
 
 
 @dataclass(frozen=True)
-class _Sized:
+class SizedModel:
     """One model of a run, as a message names it. `trained`: it has gradients; `served`: engines hold it too."""
 
     name: str
@@ -28,22 +28,23 @@ def check_model(config: Config) -> None:
     A critic, a reference and a teacher of their own are each held against their own shape: the trainer ranks divide all
     of them alike.
     """
-    policy = _Sized("the model", shape_of(config.model), trained=True, served=True)
+    policy = SizedModel("the model", shape_of(config.model), trained=True, served=True)
     others = [
-        _Sized(f"the model of {key}", read_shape(folder), trained=key == "algorithm.critic.path", served=False)
+        SizedModel(f"the model of {key}", read_shape(folder), trained=key == "algorithm.critic.path", served=False)
         for key, folder in config.algorithm.folders.items()
         if (folder / "config.json").is_file()
     ]
-    _check_sizes(config, [policy, *others])
+    check_sizes(config, [policy, *others])
     warmup = compose_warmup(config)
     if warmup is not None:
         try:
-            _check_sizes(warmup, [policy])  # it trains the same model
+            check_sizes(warmup, [policy])  # it trains the same model
         except UserError as error:
             raise UserError(f"model.warmup={config.model.warmup}: {error}") from None
 
 
-def _check_sizes(config: Config, models: Sequence[_Sized]) -> None:
+def check_sizes(config: Config, models: Sequence[SizedModel]) -> None:
+    """Refuse sizes that cannot work together, before anything starts; the policy comes first. Raises UserError."""
     _check_batch(config)
     for model in models:
         _check_split(config, model)
@@ -73,7 +74,7 @@ def _check_batch(config: Config) -> None:
         raise UserError(f"rollout.prompts_per_step={prompts} prompts are more than data.size={config.data.size} holds")
 
 
-def _check_split(config: Config, model: _Sized) -> None:
+def _check_split(config: Config, model: SizedModel) -> None:
     shape = model.shape
     engine = config.rollout.tensor_parallel if config.rollout.engines and model.served else 1
     widths = {"training.tensor_parallel": config.training.tensor_parallel, "rollout.tensor_parallel": engine}
@@ -98,7 +99,7 @@ def _check_split(config: Config, model: _Sized) -> None:
         )
 
 
-def _check_experts(config: Config, models: Sequence[_Sized]) -> None:
+def _check_experts(config: Config, models: Sequence[SizedModel]) -> None:
     training, width = config.training, config.training.expert_parallel
     sparse = [model for model in models if model.shape.experts]
     if config.algorithm.routing_replay and not models[0].shape.experts:
@@ -133,7 +134,7 @@ def _divisor(size: int, near: int) -> int:
     return max(width for width in range(1, min(size, near) + 1) if size % width == 0)
 
 
-def _check_lengths(config: Config, model: _Sized, policy: Shape) -> None:
+def _check_lengths(config: Config, model: SizedModel, policy: Shape) -> None:
     context = config.rollout.context or policy.context
     if context > model.shape.context:
         raise UserError(

@@ -105,7 +105,7 @@ RECORD = b'{"prompt": "x", "answer": "1"}\n'
         (RECORD.decode().encode("utf-16"), "text in UTF-16"),
         (RECORD.decode().encode("utf-16-le"), "text in UTF-16"),
         (RECORD.decode().encode("utf-16-be"), "text in UTF-16"),
-        (gzip.compress(RECORD), "compressed with gzip"),
+        (gzip.compress(RECORD, mtime=0), "compressed with gzip"),
         (b"PAR1" + bytes(40) + b"PAR1", "a Parquet file"),
         (b'[\n  {"prompt": "x", "answer": "1"}\n]\n', "a JSON array"),
         (b'[{"prompt": "x", "answer": "1"}]', "a JSON array"),
