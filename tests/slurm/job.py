@@ -14,8 +14,9 @@ from typing import Any
 from tests.process_table import processes
 from tests.slurm.cluster import SlurmCluster
 from tests.supervise.job import answers, until
-from vime.config import Config, Model
+from vime.config import Config, Model, TinyModel
 from vime.config.compose import compose, dump_resolved
+from vime.models.tiny import tiny_hf_config
 from vime.run.directory import RunDir, Status
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -47,8 +48,8 @@ class SlurmRun:
     ) -> None:
         self.cluster, self.root = cluster, root
         (root / "runs").mkdir(parents=True)
-        sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 128}
-        (root / "config.json").write_text(json.dumps(sizes))
+        entries = tiny_hf_config(TinyModel(layers=2, context=128))
+        (root / "config.json").write_text(json.dumps({"model_type": "qwen3", **entries}))
         self.write(programs)
         (root / "config.yaml").write_text(dump_resolved(config_in(root, *overrides)))
         self.launcher = self._launch(str(root / "config.yaml"), *flags, environ=environ)
