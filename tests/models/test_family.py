@@ -337,3 +337,48 @@ def test_left_over_and_missing_tensors_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         HfReader(tmp_path)
+
+
+TOY = '''
+"""A family as its author would write it: Qwen3 whose queries and keys are not normalised."""
+
+from vime.models import decoder, qwen3
+from vime.models.family import Family
+
+
+class HfConfig(qwen3.HfConfig):
+    """Another family may compute the same keys."""
+
+
+def shape(hf):
+    return decoder.decoder_shape("toy", hf, qk_norm=False)
+
+
+FAMILY = Family(HfConfig, shape, lambda hf: decoder.decoder_architecture(hf, shape(hf)), qk_norm=False)
+'''
+
+
+def test_a_family_is_one_file_and_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_family.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    tiny = ["model.tiny.family=toy", "model.warmup=null"]
+    with pytest.raises(UserError, match=r"family=toy is not supported \(supported: qwen3, qwen3_moe, glm4_moe, llama"):
+        compose("local", "tiny_grpo", tiny, check=check_model)
+    monkeypatch.setitem(FAMILIES, "toy", "toy_family")
+    config = compose("local", "tiny_grpo", tiny, check=check_model)
+    assert config.model.tiny is not None
+    planned, qwen3 = shape_of(config.model), tiny_shape(config.model.tiny.model_copy(update={"family": "qwen3"}))
+    # Two norms of a head's width less in each layer; memory and what the trainer builds follow from the one file.
+    assert count(qwen3) - count(planned) == 2 * planned.head_dim * planned.layers
+    assert trainer_memory(config, planned).parameters > 0
+    entries = {
+        "model_type": "toy",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 264,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(entries | heads | {"rope_theta": 1e6}))
+    built = architecture(tmp_path)
+    assert (built.shape.family, built.shape.hidden, built.transformer.get("qk_layernorm")) == ("toy", 64, False)
