@@ -301,8 +301,12 @@ def test_a_calculator_on_a_real_engine(my_logic: None, engine_stack: EngineStack
             episode.metadata["calls"] += 1
             episode.append(f"={ord(said)};")
 
+    async def score(response: str, metadata: dict[str, Any]) -> float:
+        """Async, so that it runs here, where the module's function is replaced."""
+        return float(metadata["calls"])
+
     module.generate = generate
-    module.score = lambda response, metadata: float(metadata["calls"])
+    module.score = score
 
     client = RolloutClient(stack.router_url, router_token(stack.role.token), 120, 30)
     parts = Parts(data, rollout, tokenizer, limits, client)
