@@ -79,8 +79,9 @@ def test_llama_is_served_as_it_is_trained(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "run", "test")
     config = stack_config(first)
     run_dir.config.write_text(dump_resolved(config))
-    control, port = Control.serve("127.0.0.1", 1)
-    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, secrets.token_hex(16), 0, 1, "127.0.0.1", first)
+    token = secrets.token_hex(16)
+    control, port = Control.serve("127.0.0.1", 1, token)
+    role = Role(run_dir.path, "127.0.0.1", port, "engine", 1, token, 0, 1, "127.0.0.1", first)
     engine = start_role(role, "vime.rollout.engine.engine")
     try:
         url = control.engine(0, STARTUP).url
