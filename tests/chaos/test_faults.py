@@ -156,7 +156,7 @@ def test_survived(start: Start, fault: Fault) -> None:
     assert job.end(timeout=fault.within) == 0, job.log()
     status = run.read_status()
     assert (status.state, status.attempt, status.failure) == ("completed", 1, None)
-    assert events(run) == ["run_started", "run_ended"]
+    assert events(run) == ["run_started", "stopped", "run_ended"]
     job.check_nothing_left()
 
 

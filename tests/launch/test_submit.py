@@ -42,7 +42,8 @@ def test_a_run_completes_when_trainers_and_generator_have_exited_0(start: Start)
     for file in (run.config, run.plan, run.submission, run.submitit):
         assert file.exists()
     assert (run.logs / "latest" / "engine-0.log").read_text() == "engine-0 serves\n"
-    assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["run_started", "run_ended"]
+    events = [json.loads(line)["event"] for line in run.events.read_text().splitlines()]
+    assert events == ["run_started", "stopped", "run_ended"]
     job.check_nothing_left()
 
 

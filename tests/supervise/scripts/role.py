@@ -45,6 +45,14 @@ def serve(name: str) -> None:
     time.sleep(600)
 
 
+def say_done() -> None:
+    """A generator's exit 0 counts only after it has said that its work is done."""
+    if NAME == "generator-0":
+        event = {"event": "stopped", "role": "generator", "attempt": int(os.environ["VIME_ATTEMPT"])}
+        with (RUN / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
 def main(what: str, arguments: list[str]) -> int:
     if what == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,6 +71,7 @@ def main(what: str, arguments: list[str]) -> int:
         report(NAME, 0)
         while not (RUN / arguments[0]).exists():
             time.sleep(0.02)
+        say_done()
     elif what == "flood":
         report(NAME, 0)
         for _ in range(int(arguments[0])):
@@ -93,6 +102,7 @@ def main(what: str, arguments: list[str]) -> int:
         if NAME == "trainer-0":
             (RUN / "export" / f"step_{arguments[0]}").mkdir(parents=True)
             (RUN / "export" / f"step_{arguments[0]}" / "weights").write_text(os.environ["VIME_MODEL"])
+        say_done()
     elif what == "pipe":
         report(NAME, 0)
         script = f"(sleep {arguments[0]}; echo broken engine; exit {arguments[1]}) | cat"
@@ -104,10 +114,8 @@ def main(what: str, arguments: list[str]) -> int:
                 for step in (1, 2, 3):
                     file.write(json.dumps({"step": step}) + "\n")
         time.sleep(float(arguments[0]))
-        if what == "finish" and NAME == "generator-0":
-            event = {"event": "stopped", "role": "generator", "attempt": int(os.environ["VIME_ATTEMPT"])}
-            with (RUN / "events.jsonl").open("a") as file:
-                file.write(json.dumps(event) + "\n")
+        if what == "finish":
+            say_done()
         for line in range(60):
             print(f"line {line}", flush=True)
         return int(arguments[1]) if what == "fail" else 0
