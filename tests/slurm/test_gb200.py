@@ -28,6 +28,7 @@ RACKS = Shape(
     block_size=8,
 )
 SMALL_RACK = "cluster.node.nvlink_domain=32"
+HETJOB = "launch.layout=hetjob"
 
 
 @pytest.fixture
@@ -62,24 +63,24 @@ def test_a_submission_is_accepted(test_only: Asked, case: tuple[str, str, str]) 
 
 
 def test_a_segment_that_cannot_fit_is_refused_by_slurm_and_by_the_planner_first(test_only: Asked) -> None:
-    right = text("glm45_air_grpo", SMALL_RACK)
+    right = text("glm45_air_grpo", SMALL_RACK, HETJOB)
     assert "--segment=4" in right
     assert "to start at" in test_only(right)
     wrong = right.replace("--segment=4", "--segment=3")
     assert "to start at" not in test_only(wrong)
     with pytest.raises(UserError, match="segments of 3 nodes do not divide its 4 nodes"):
-        text("glm45_air_grpo", SMALL_RACK, "cluster.slurm.trainer.segment=3")
+        text("glm45_air_grpo", SMALL_RACK, HETJOB, "cluster.slurm.trainer.segment=3")
 
 
 def test_more_nodes_than_a_rack_are_divided_into_segments_that_slurm_can_place(test_only: Asked) -> None:
-    # 12 trays do not fit a rack of 8: six and six do.
-    script = text("qwen3_4b_grpo", SMALL_RACK, "training.ranks=32", "rollout.engines=8", "launch.layout=partitioned")
-    assert ("--nodes=12" in script, "--segment=6" in script) == (True, True)
+    # 12 trays do not fit a rack of 8: three times four do, also where a tray of a rack is down.
+    script = text("qwen3_4b_grpo", SMALL_RACK, "training.ranks=32", "rollout.engines=8")
+    assert ("--nodes=12" in script, "--segment=4" in script, "hetjob" in script) == (True, True, False)
     assert "to start at" in test_only(script)
 
 
 def test_the_components_of_a_job_are_each_in_one_rack(racks: SlurmCluster) -> None:
-    script = text("glm45_air_grpo", SMALL_RACK, "training.ranks=32", "rollout.engines=8")
+    script = text("glm45_air_grpo", SMALL_RACK, HETJOB, "training.ranks=32", "rollout.engines=8")
     script = script[: script.index("\n\n")] + "\n\nscontrol show hostnames $SLURM_JOB_NODELIST_HET_GROUP_0 > $0.t\n"
     script += "scontrol show hostnames $SLURM_JOB_NODELIST_HET_GROUP_1 > $0.r\n"
     out = racks.seen / "job"
