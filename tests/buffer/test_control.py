@@ -138,7 +138,7 @@ def test_addresses(served: tuple[Control, int]) -> None:
     control.publish_engine(again)
     assert control.engine(1, 1) == again
     with pytest.raises(WaitTimeout, match="engine 0 to become ready"):
-        control.engine(0, 0.1)
+        control.engine(0, 1)
     control.publish_router("http://127.0.0.1:7")
     assert control.router(1) == "http://127.0.0.1:7"
 
@@ -264,8 +264,8 @@ def test_what_a_stranger_wrote_is_as_if_it_was_not_there(
     control.store.set("engine/0", forgeries("engine/0", FALSE_ENGINE)[kind])
     assert control.try_get("engine/0") is None
     assert "the store's engine/0 is not signed with this run's token" in capfd.readouterr().err
-    with pytest.raises(Unsigned, match=r"^waited 0.1 s for engine 0 to become ready: the store's engine/0 is not sig"):
-        control.engine(0, 0.1)
+    with pytest.raises(Unsigned, match=r"^waited 1 s for engine 0 to become ready: the store's engine/0 is not sig"):
+        control.engine(0, 1)
     control.claim("engine/0", ENGINE.model_dump())  # the first of this run's values
     assert control.engine(0, 1) == ENGINE
     control.claim("engine/0", {})

@@ -80,7 +80,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(
         UserError,
         match=r"takes about \d+ GB of each trainer GPU \(parameters 14\.5, gradients 29\.0, optimizer 81\.8,"
-        r" activations 2\.4\), and A100-80 has 80 GB: raise training\.ranks=16",
+        r" activations 2\.2\), and A100-80 has 80 GB: raise training\.ranks=16",
     ):
         memory_warnings(config("a100", "glm45_air_grpo", "training.ranks=16", "training.expert_parallel=8"))
     with pytest.raises(UserError, match=r"A100-80 has 80 GB: set training\.recompute=full, or lower"):

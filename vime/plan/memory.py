@@ -138,9 +138,9 @@ def _layer_elements(shape: Shape, training: Training, layer: int) -> float:
     """
     queries, groups = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = 6 * shape.hidden / _sequence_shards(training)
-    attention = 5 * queries + 2 * groups + 4 * shape.head_dim
+    attention = 3 * queries + 2 * groups + 4 * shape.head_dim
     if shape.qk_norm:
-        attention += 2 * queries + groups
+        attention += 4 * queries + groups  # what was normalised, and what came of it
     if not shape.has_experts(layer):
         return rows + (attention + 5 * shape.ffn) / training.tensor_parallel
     # Tokens are divided over tensor-parallel ranks before each goes to its experts, and share those of the engine's
