@@ -157,8 +157,6 @@ class Attempt:
     def _stop(self, stop: Stopped, control: Control, processes: Processes) -> tuple[State, Failure | None]:
         """What a request to stop leads to. USR2 gives the trainers time to save."""
         print(f"{utc_now()} {stop}", flush=True)
-        if self._lifeline is not None and (stop.signum != signal.SIGUSR2 or stop.orphaned):
-            self._lifeline.close()  # the roles' time runs already
         if stop.signum == signal.SIGUSR2 and not stop.orphaned:
             try:
                 saved = self._save(control, processes)
@@ -166,6 +164,8 @@ class Attempt:
             except Stopped as second:  # nothing more will be saved
                 print(f"{utc_now()} {second}", flush=True)
                 stop = second
+        if self._lifeline is not None and (stop.signum != signal.SIGUSR2 or stop.orphaned):
+            self._lifeline.close()  # the roles' time runs already
         return stop_outcome(stop, self.run, self.cluster, self.allocation)
 
     def _save(self, control: Control, processes: Processes) -> bool:
